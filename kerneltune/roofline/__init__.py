@@ -1,0 +1,1 @@
+"""How fast a kernel could be on this GPU, and how close it came."""
