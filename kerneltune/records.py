@@ -119,7 +119,9 @@ class RecordWriter:
         try:
             self._lock.acquire(timeout=0)
         except Timeout:
-            raise RecordsInUse(f"{path} is being written by another kerneltune; wait for it or choose another --out") from None
+            raise RecordsInUse(
+                f"{path} is being written by another kerneltune; wait for it or choose another --out"
+            ) from None
         _remove_cut_tail(path)
         self._file = path.open("ab")
 

@@ -1,0 +1,111 @@
+"""Live progress of a search on stderr: a bar on a terminal, a plain line for each workload and part elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kerneltune.workloads import format_workload
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
+    from kerneltune.records import Trial
+    from kerneltune.tuning.finalists import Decision
+
+
+class ConsoleProgress:
+    """Says which workload and part is under way, how many trials, the best so far, its roofline share and the rest."""
+
+    def __init__(self, kernel: str) -> None:
+        self._kernel = kernel
+        self._start = time.monotonic()
+        self._last: tuple[int, float, float | None] = (0, 0.0, None)
+        self._label = ""
+        self._bar: Bar | None = None
+
+    def begin(self, workloads: Sequence[Mapping[str, Any]], trials: int) -> None:
+        """Announce the whole."""
+        self._count, self._trials = len(workloads), trials
+        self._done = self._total = 0
+        self._parts_seen: set[str] = set()
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[best]}"),
+                TimeRemainingColumn(),
+                console=Console(stderr=True),
+                transient=True,
+            )
+            self._bar.start()
+            self._task = self._bar.add_task("", total=None, best="")
+
+    def workload(self, position: int, workload: Mapping[str, Any], part: str, points: int) -> None:
+        """A part of a workload begins."""
+        self._finish_line()
+        self._parts_seen.add(part)
+        expected = min(points, self._trials) if self._trials else points
+        later = expected * ((self._count - position) * len(self._parts_seen) - 1)
+        self._total = self._done + expected + max(later, 0)
+        several = f" {part}" if len(self._parts_seen) > 1 or part.startswith("gemm") else ""
+        self._label = f"[{position + 1}/{self._count}] {format_workload(self._kernel, workload)}{several}"
+        self._last = (0, time.monotonic(), None)
+        if self._bar is not None:
+            self._bar.update(self._task, description=self._label, total=self._total)
+
+    def trial(self, trial: Trial, best_us: float | None, roofline: float | None, remembered: bool) -> None:
+        """A trial has ended."""
+        self._done += 1
+        self._last = (self._last[0] + 1, self._last[1], best_us)
+        self._roofline = roofline
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._done, best=_best(best_us, roofline))
+
+    def decided(self, workload: Mapping[str, Any], decision: Decision | None) -> None:
+        """A workload has its winner."""
+        self._finish_line()
+        if decision is None:
+            text = "no config ran"
+        elif decision.kept_default:
+            text = f"{decision.winner.time_us:.1f} us, no gain over the default"
+        else:
+            gain = f", {decision.gain:.2f}x the default" if decision.gain else ""
+            text = f"{decision.winner.time_us:.1f} us, {decision.winner.roofline or 0:.0%} of roof{gain}"
+        self._say(f"{format_workload(self._kernel, workload)}: {text}")
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        self._finish_line()
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _finish_line(self) -> None:
+        count, started, best = self._last
+        if count and self._bar is None:
+            elapsed = time.monotonic() - self._start
+            left = elapsed / self._done * (self._total - self._done) if self._done else 0.0
+            self._say(
+                f"{self._label}: {count} trials in {time.monotonic() - started:.1f} s, {_best(best, self._roofline)},"
+                f" about {left:.0f} s left"
+            )
+        self._last = (0, 0.0, None)
+
+    def _say(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False, markup=False)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+
+def _best(best_us: float | None, roofline: float | None) -> str:
+    if best_us is None:
+        return "nothing ran yet"
+    return f"best {best_us:.1f} us" + (f" ({roofline:.0%} of roof)" if roofline is not None else "")

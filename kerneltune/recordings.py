@@ -1,0 +1,145 @@
+"""A brute-forced space: every feasible config of one workload as it was measured, in one Parquet file.
+
+Columns: `part`, one column a parameter (null where the part does not have it), then outcome, reason, time_us, p20_us,
+p80_us, samples, flops, bytes, error, registers, spills, shared_bytes, compile_s, gate_s, timing_s, rounds (3: a point
+near the optimum, re-timed interleaved). What holds for the whole file (workload, device, ceilings, the space's TOML,
+the kernel's hash, versions, date, command) is JSON under the key `kerneltune` of the file's metadata.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kerneltune.errors import UserError
+from kerneltune.records import Trial
+
+SCHEMA = 1
+_FIGURES = (
+    "outcome reason time_us p20_us p80_us samples flops bytes error registers spills shared_bytes compile_s gate_s timing_s"
+).split()
+_DIGITS = {"time_us": 3, "p20_us": 3, "p80_us": 3, "compile_s": 3, "gate_s": 4, "timing_s": 4}
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One workload's whole space, measured."""
+
+    kernel: str
+    workload: dict[str, Any]
+    parts: tuple[str, ...]
+    shared: tuple[str, ...]  # parameters equal in all parts of a config
+    device: dict[str, Any]
+    ceilings: dict[str, Any]
+    default_config: dict[str, Any]
+    whole: dict[str, int | str]  # flops, bytes, compute of the whole operation
+    rest_us: dict[str, float]  # what the operation takes beside its parts, by the values of the shared parameters
+    launch_us: float
+    space: str  # the TOML it was enumerated from
+    kernel_hash: str
+    versions: dict[str, str]
+    date: str
+    command: str
+    trials: tuple[Trial, ...]
+    rounds: dict[str, int] = field(default_factory=dict)  # times each point near the optimum was timed, by point key
+    schema: int = SCHEMA
+
+    @property
+    def id(self) -> str:
+        """Eight hex digits that change with any figure of the recording."""
+        text = json.dumps([self.kernel, self.workload, self.date, [t.time_us for t in self.trials]], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def canonical(mapping: Any) -> str:
+    """One text for equal mappings, whatever their order: the key of workloads, configs and points."""
+    return json.dumps(mapping, sort_keys=True, separators=(",", ":"))
+
+
+def point_key(part: str, params: Any) -> str:
+    """The key of one point of a recording."""
+    return f"{part} {canonical(params)}"
+
+
+def write_recording(path: Path, recording: Recording) -> None:
+    """Write whole or not at all."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    header = {
+        name: getattr(recording, name) for name in Recording.__dataclass_fields__ if name not in ("trials", "rounds")
+    }
+    names = list(dict.fromkeys(name for trial in recording.trials for name in trial.config))
+    columns: dict[str, list[Any]] = {"part": [t.part for t in recording.trials]}
+    for name in names:
+        columns[name] = [t.config.get(name) for t in recording.trials]
+    for name in _FIGURES:
+        digits = _DIGITS.get(name)
+        values = [getattr(t, name) for t in recording.trials]
+        columns[name] = [round(v, digits) if digits and v is not None else v for v in values]
+    columns["rounds"] = [recording.rounds.get(point_key(t.part, t.config), 1) for t in recording.trials]
+    table = pa.table(columns).replace_schema_metadata(
+        {"kerneltune": json.dumps(header), "parameters": json.dumps(names)}
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    pq.write_table(table, temporary, compression="zstd")
+    temporary.replace(path)
+
+
+def read_recording(path: Path) -> Recording:
+    """Read one file.
+
+    Raises:
+        UserError: it cannot be read, or is no recording.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path)
+        metadata = table.schema.metadata or {}
+        header = json.loads(metadata[b"kerneltune"])
+        names = json.loads(metadata[b"parameters"])
+        rows = table.to_pylist()
+        if header["schema"] != SCHEMA:
+            raise UserError(f"{path}: recording of schema {header['schema']}, this version reads {SCHEMA}")
+        header["parts"], header["shared"] = tuple(header["parts"]), tuple(header["shared"])
+        trials = tuple(
+            Trial(
+                session=path.stem,
+                workload=header["workload"],
+                part=row["part"],
+                config={name: row[name] for name in names if row[name] is not None},
+                stage="record",
+                index=index,
+                launch_us=header["launch_us"],
+                **{name: row[name] for name in _FIGURES},
+            )
+            for index, row in enumerate(rows)
+        )
+        rounds = {
+            point_key(t.part, t.config): row["rounds"] for t, row in zip(trials, rows, strict=True) if row["rounds"] > 1
+        }
+        return Recording(**header, trials=trials, rounds=rounds)
+    except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{path}: not a kerneltune recording ({type(error).__name__}: {error})".splitlines()[0]
+        ) from error
+
+
+def find_recordings(paths: Iterable[Path], kernel: str) -> list[Recording]:
+    """Recordings of one kernel among files and folders (searched below), in the order of their names."""
+    files: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            files += sorted(path.rglob("*.parquet"))
+        elif path.exists():
+            files.append(path)
+        else:
+            raise UserError(f"{path}: no such recording file or folder")
+    return [recording for recording in map(read_recording, files) if recording.kernel == kernel]

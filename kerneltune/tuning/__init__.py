@@ -1,0 +1,1 @@
+"""One search, from the order of the trials to the table."""

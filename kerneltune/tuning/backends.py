@@ -1,0 +1,237 @@
+"""Where a trial's figures come from: this machine's GPU, or a recording of one. The search code is the same for both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kerneltune.recordings import Recording, canonical, point_key
+
+if TYPE_CHECKING:
+    from kerneltune.kernels.device import Device
+    from kerneltune.kernels.tunable import Tunable
+    from kerneltune.space import Space
+
+Workload = Mapping[str, Any]
+FINAL_ROUNDS = 4
+FINAL_SAMPLES = 12  # a turn; 48 samples a finalist in all
+
+
+@dataclass(frozen=True)
+class Work:
+    """Counted work of the whole operation or of one part: FLOPs, compulsory bytes, and which compute ceiling applies."""
+
+    flops: int
+    bytes: int
+    compute: str
+
+
+class Backend(Protocol):
+    """What a search needs of the world. `measure` and `finals` return fields of `records.Trial`, "outcome" first."""
+
+    kernel: str
+    parts: tuple[str, ...]
+    shared: tuple[str, ...]
+    device: dict[str, Any]
+    ceilings: dict[str, Any]
+    source: str  # "live" or "replay:..."
+    kernel_hash: str
+    versions: dict[str, str]
+
+    def points(self, workload: Workload, part: str) -> list[dict[str, Any]]: ...
+
+    def default_config(self, workload: Workload) -> dict[str, Any]: ...
+
+    def incumbents(self, workload: Workload) -> list[dict[str, Any]]:
+        """Configs that a table already holds for this workload, tried right after the default."""
+        ...
+
+    def work(self, workload: Workload, part: str) -> Work: ...
+
+    def prepare(self, workload: Workload, part: str, params: Mapping[str, Any]) -> None:
+        """Begin compiling; returns at once."""
+        ...
+
+    def measure(
+        self, workload: Workload, part: str, params: Mapping[str, Any], stop_above_us: float | None
+    ) -> dict[str, Any]: ...
+
+    def finals(self, workload: Workload, configs: Sequence[Mapping[str, Any]], part: str = "") -> list[dict[str, Any]]:
+        """Time several configs in turns: whole configs, or (with `part`) parameters of one part."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class ReplayBackend:
+    """Answers from recordings; needs neither a GPU nor the kernel."""
+
+    def __init__(self, recordings: Sequence[Recording]) -> None:
+        """`recordings` are of one kernel on one device, one a workload."""
+        first = recordings[0]
+        self.kernel, self.parts, self.shared = first.kernel, first.parts, first.shared
+        self.device, self.ceilings = first.device, first.ceilings
+        self.source = "replay:" + "+".join(sorted(recording.id for recording in recordings))
+        self.kernel_hash, self.versions = first.kernel_hash, first.versions
+        self._recordings = {canonical(recording.workload): recording for recording in recordings}
+        self._points = {
+            key: {point_key(t.part, t.config): t for t in recording.trials}
+            for key, recording in self._recordings.items()
+        }
+
+    @property
+    def workloads(self) -> list[dict[str, Any]]:
+        """What was recorded."""
+        return [recording.workload for recording in self._recordings.values()]
+
+    def points(self, workload: Workload, part: str) -> list[dict[str, Any]]:
+        return [dict(t.config) for t in self._recordings[canonical(workload)].trials if t.part == part]
+
+    def default_config(self, workload: Workload) -> dict[str, Any]:
+        return self._recordings[canonical(workload)].default_config
+
+    def incumbents(self, workload: Workload) -> list[dict[str, Any]]:
+        return []
+
+    def work(self, workload: Workload, part: str) -> Work:
+        recording = self._recordings[canonical(workload)]
+        if not part or len(self.parts) == 1:
+            whole = recording.whole
+            return Work(int(whole["flops"]), int(whole["bytes"]), str(whole["compute"]))
+        row = next(t for t in recording.trials if t.part == part)
+        return Work(row.flops, row.bytes, str(recording.whole["compute"]))
+
+    def prepare(self, workload: Workload, part: str, params: Mapping[str, Any]) -> None:
+        return None
+
+    def measure(
+        self, workload: Workload, part: str, params: Mapping[str, Any], stop_above_us: float | None
+    ) -> dict[str, Any]:
+        row = self._points[canonical(workload)][point_key(part, params)]
+        names = (
+            "outcome reason time_us p20_us p80_us samples error registers spills shared_bytes compile_s gate_s timing_s"
+        )
+        return {name: getattr(row, name) for name in names.split()} | {
+            "launch_us": self._recordings[canonical(workload)].launch_us
+        }
+
+    def finals(self, workload: Workload, configs: Sequence[Mapping[str, Any]], part: str = "") -> list[dict[str, Any]]:
+        if part or len(self.parts) == 1:
+            name = part or self.parts[0]
+            return [self.measure(workload, name, config, None) | {"compile_s": 0.0} for config in configs]
+        return [self._composed(workload, config) for config in configs]
+
+    def _composed(self, workload: Workload, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The whole operation from its parts' recorded times and what the rest took, all net of the launch."""
+        recording = self._recordings[canonical(workload)]
+        rows = [self.measure(workload, part, config[part], None) for part in self.parts]
+        bad = next((row for row in rows if row["outcome"] != "ok"), None)
+        if bad is not None:
+            return bad | {"compile_s": 0.0}
+        group = canonical([config[self.parts[0]][name] for name in self.shared])
+        rest = recording.rest_us[group] + recording.launch_us
+        figures = {
+            name: rest + sum(row[name] - recording.launch_us for row in rows)
+            for name in ("time_us", "p20_us", "p80_us")
+        }
+        return figures | {
+            "outcome": "ok",
+            "samples": min(row["samples"] for row in rows),
+            "launch_us": recording.launch_us,
+            "error": max((row["error"] for row in rows if row["error"] is not None), default=None),
+            "gate_s": sum(row["gate_s"] for row in rows),
+            "timing_s": sum(row["timing_s"] for row in rows),
+            "composed": True,
+        }
+
+    def close(self) -> None:
+        return None
+
+
+class LiveBackend:
+    """Compiles in child processes and measures in a killable process on one GPU of this machine."""
+
+    source = "live"
+
+    def __init__(self, kernel: str, space: Space, device_index: int, seed: int) -> None:
+        """Raises `errors.UserError` (exit 3) if that GPU is not there."""
+        from kerneltune.compile import CompilePool
+        from kerneltune.device import require, versions
+        from kerneltune.measure.worker import GpuWorker
+        from kerneltune.provenance import kernel_hash
+        from kerneltune.registry import load_tunable
+        from kerneltune.roofline.ceilings import ceilings_of
+
+        self.kernel, self._space, self._seed = kernel, space, seed
+        self._device: Device = require(device_index)
+        self.device = self._device.to_dict()
+        self._tunable: Tunable = load_tunable(kernel)
+        self.parts, self.shared = tuple(self._tunable.parts), tuple(self._tunable.shared)
+        self.kernel_hash = kernel_hash(self._tunable)
+        self.versions = versions(device_index)
+        self._worker = GpuWorker(kernel, device_index)
+        self.ceilings = ceilings_of(self._worker, self._device, self.versions)
+        self._pool = CompilePool(kernel, self._device)
+        self._points: dict[tuple[str, str], list[dict[str, Any]]] = {}
+
+    def points(self, workload: Workload, part: str) -> list[dict[str, Any]]:
+        key = canonical(workload), part
+        if key not in self._points:
+            self._points[key] = self._space.points(self._tunable, part, workload, self._device)
+        return self._points[key]
+
+    def default_config(self, workload: Workload) -> dict[str, Any]:
+        return dict(self._tunable.default_config(workload, self._device))
+
+    def incumbents(self, workload: Workload) -> list[dict[str, Any]]:
+        from kerneltune.kernels.tables import find
+
+        match = find(self.kernel, workload, self._device)
+        return [dict(match.config)] if match is not None else []
+
+    def work(self, workload: Workload, part: str) -> Work:
+        cost = self._tunable.cost(workload, part or None)
+        return Work(cost.flops, cost.bytes, cost.compute)
+
+    def prepare(self, workload: Workload, part: str, params: Mapping[str, Any]) -> None:
+        self._pool.submit(self._key(workload, part, params), part, params, workload)
+
+    def measure(
+        self, workload: Workload, part: str, params: Mapping[str, Any], stop_above_us: float | None
+    ) -> dict[str, Any]:
+        self.prepare(workload, part, params)
+        compiled = self._pool.result(self._key(workload, part, params))
+        resources = {
+            "registers": compiled.registers,
+            "spills": compiled.spills,
+            "shared_bytes": compiled.shared_bytes,
+            "compile_s": compiled.compile_s,
+        }
+        if compiled.outcome != "ok":
+            return {"outcome": compiled.outcome, "reason": compiled.reason} | resources
+        config = self._whole(workload, part, params)
+        return self._worker.trial(workload, part, config, stop_above_us=stop_above_us, seed=self._seed) | resources
+
+    def finals(self, workload: Workload, configs: Sequence[Mapping[str, Any]], part: str = "") -> list[dict[str, Any]]:
+        whole = [self._whole(workload, part, config) if part else dict(config) for config in configs]
+        return self._worker.finals(
+            workload, whole, part=part, rounds=FINAL_ROUNDS, samples=FINAL_SAMPLES, seed=self._seed
+        )
+
+    def close(self) -> None:
+        self._pool.close()
+        self._worker.close()
+
+    def _key(self, workload: Workload, part: str, params: Mapping[str, Any]) -> str:
+        return point_key(part, [params, workload])
+
+    def _whole(self, workload: Workload, part: str, params: Mapping[str, Any]) -> dict[str, Any]:
+        """The default config with one part replaced, and the shared parameters of the others made equal to it."""
+        if len(self.parts) == 1:
+            return dict(params)
+        config = {name: dict(values) for name, values in self.default_config(workload).items()}
+        config[part] = dict(params)
+        for values in config.values():
+            values.update({name: params[name] for name in self.shared})
+        return config
