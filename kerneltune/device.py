@@ -7,6 +7,7 @@ your own where another product matters.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import platform
@@ -76,7 +77,7 @@ def versions(device_index: int | None = None) -> dict[str, str]:
     """The software that a time depends on: python, kerneltune, triton, torch, cuda (or hip), and the GPU's driver.
 
     What is not there (a driver on a machine without a GPU) is left out. Imports neither torch nor triton. With
-    `device_index`, `gpu_uuid` says which card of several it was.
+    `device_index` (NVML's numbering) the card's firmware is named too, as `vbios`.
     """
     found = {"kerneltune": __version__, "python": platform.python_version()}
     for package in ("triton", "torch"):
@@ -111,7 +112,9 @@ def _nvidia_driver(device_index: int | None) -> dict[str, str]:
     try:
         found = {"driver": _text(pynvml.nvmlSystemGetDriverVersion())}
         if device_index is not None:
-            found["gpu_uuid"] = _text(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(device_index)))
+            handle = pynvml.nvmlDeviceGetHandleByIndex(device_index)
+            with contextlib.suppress(pynvml.NVMLError):  # a virtual machine may not be told
+                found["vbios"] = _text(pynvml.nvmlDeviceGetVbiosVersion(handle))
         return found
     except pynvml.NVMLError:
         return {}
