@@ -1,0 +1,235 @@
+"""The public fused mixture of experts: out[t] = sum_j topk_weights[t, j] * w2[e] @ (silu(w1g[e] @ x) * (w1u[e] @ x)).
+
+x = hidden[t], e = topk_ids[t, j]; w1[e] holds N gate rows, then N up rows. Four launches: align pairs by expert, gate/up
+GEMM with SiLU, down GEMM times the router's weight, sum over top_k in float32. Nothing waits for the GPU, nothing is
+atomic: the same input gives the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import triton
+
+from kerneltune.kernels.device import Device, current_device
+from kerneltune.kernels.moe import config as configs
+from kerneltune.kernels.moe.align import CHUNK, align_kernel, max_blocks
+from kerneltune.kernels.moe.config import ACTIVATIONS, DTYPES, GemmConfig
+from kerneltune.kernels.moe.grouped_gemm import down_kernel, gate_up_kernel, sum_kernel
+from kerneltune.kernels.tunable import KernelCall
+
+SUM_BLOCK = 1024  # columns of a program of sum_kernel: 4 warps read 16 bytes a thread
+DIRECT_PAIRS_PER_EXPERT = 16  # not sorted: at most E / 16 pairs, of which hardly two share an expert
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Everything between the launches. Nothing need be initialised."""
+
+    sorted_token_ids: torch.Tensor  # [max_blocks * BLOCK_M] int32
+    expert_ids: torch.Tensor  # [max_blocks] int32
+    num_tokens_post_padded: torch.Tensor  # [1] int32
+    intermediate: torch.Tensor  # [tokens * top_k, N], in pair order
+    partials: torch.Tensor  # [tokens * top_k, K], in pair order
+
+
+def fused_moe(
+    hidden: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *,
+    expert_map: torch.Tensor | None = None,
+    activation: str = "silu",
+    config: Mapping[str, Any] | None = None,
+    out: torch.Tensor | None = None,
+    routing: str | None = None,
+) -> torch.Tensor:
+    """Route each token through its top_k experts and sum their weighted results.
+
+    Args:
+        hidden: [tokens, K] bf16 or fp16, contiguous; tokens may be 0.
+        w1: [E, 2N, K], gate rows then up rows; w2: [E, K, N]; both of hidden's dtype, contiguous; E local experts.
+        topk_weights: [tokens, top_k] float32; they are used as they are, not renormalised.
+        topk_ids: [tokens, top_k] int32 or int64, global expert ids; -1 (any id that names no expert) adds nothing.
+        expert_map: [global_E] int32, global id -> local id in [0, E), or -1 for an expert of another rank.
+        activation: "silu": silu(gate) * up.
+        config: {"gemm1": {...}, "gemm2": {...}}, see GemmConfig; None: from the tuned tables, else the default.
+        out: [tokens, K] of hidden's dtype, contiguous: filled and returned; None: a new tensor.
+        routing: how tokens spread over the experts ("uniform", "zipf", "dirichlet"), a hint for the tables.
+
+    Returns:
+        [tokens, K], zero for a token without a local expert.
+
+    Raises:
+        ValueError: a shape, dtype or config that does not fit, with the value.
+    """
+    _check(hidden, w1, w2, topk_weights, topk_ids, expert_map, activation, out)
+    if out is None:
+        out = torch.empty_like(hidden)
+    if hidden.numel() == 0:
+        return out
+    if topk_ids.shape[1] == 0:
+        return out.zero_()
+    gemms = _choose_config(hidden, w1, topk_ids, expert_map, activation, config, routing)
+    scratch = make_scratch(hidden, w1, topk_ids, gemms["gemm1"].BLOCK_M)
+    for calls in make_calls(hidden, w1, w2, topk_weights, topk_ids, expert_map, gemms, out, scratch).values():
+        for call in calls:
+            call()
+    return out
+
+
+def make_scratch(hidden: torch.Tensor, w1: torch.Tensor, topk_ids: torch.Tensor, block_m: int) -> Scratch:
+    """Allocate for the worst routing of this many tokens."""
+    n_pairs, device = topk_ids.numel(), hidden.device
+    blocks = max_blocks(n_pairs, len(w1), block_m)
+    return Scratch(
+        sorted_token_ids=torch.empty(blocks * block_m, dtype=torch.int32, device=device),
+        expert_ids=torch.empty(blocks, dtype=torch.int32, device=device),
+        num_tokens_post_padded=torch.empty(1, dtype=torch.int32, device=device),
+        intermediate=torch.empty((n_pairs, w1.shape[1] // 2), dtype=hidden.dtype, device=device),
+        partials=torch.empty((n_pairs, hidden.shape[1]), dtype=hidden.dtype, device=device),
+    )
+
+
+def make_calls(
+    hidden: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    gemms: Mapping[str, GemmConfig],
+    out: torch.Tensor,
+    scratch: Scratch,
+) -> dict[str, list[KernelCall]]:
+    """The launches of checked, non-empty inputs by step, in order: align (none if direct), gemm1, gemm2, sum."""
+    (tokens, top_k), (E, rows, K) = topk_ids.shape, w1.shape
+    N, n_pairs, block_m = rows // 2, tokens * top_k, gemms["gemm1"].BLOCK_M
+    direct = tokens == 1 or n_pairs * DIRECT_PAIRS_PER_EXPERT <= E
+    blocks = n_pairs if direct else max_blocks(n_pairs, E, block_m)
+    routed = (topk_ids, topk_ids if expert_map is None else expert_map)
+    experts = {"E": E, "GLOBAL_E": E if expert_map is None else len(expert_map), "HAS_MAP": expert_map is not None}
+    aligned = (scratch.sorted_token_ids, scratch.expert_ids, scratch.num_tokens_post_padded)
+    tail = (*routed, *aligned, n_pairs, int(direct))
+
+    def gemm(fn: Any, columns: int, gemm: GemmConfig, args: tuple[Any, ...], **sizes: int) -> KernelCall:
+        grid = (blocks * triton.cdiv(columns, gemm.BLOCK_N),)
+        return KernelCall(fn, grid, (*args, *tail), {**experts, "N": N, "K": K, **sizes, **asdict(gemm)})
+
+    align = KernelCall(
+        align_kernel,
+        (E,),
+        (*routed, *aligned, n_pairs, block_m),
+        {**experts, "E_POW2": triton.next_power_of_2(E), "CHUNK": CHUNK, "num_warps": 4},
+    )
+    sum_options = {**experts, "K": K, "TOP_K": top_k, "BLOCK": SUM_BLOCK, "num_warps": 4}
+    return {
+        "align": [] if direct else [align],
+        "gemm1": [gemm(gate_up_kernel, N, gemms["gemm1"], (hidden, w1, scratch.intermediate), TOP_K=top_k)],
+        "gemm2": [gemm(down_kernel, K, gemms["gemm2"], (scratch.intermediate, w2, topk_weights, scratch.partials))],
+        "sum": [KernelCall(sum_kernel, (tokens, triton.cdiv(K, SUM_BLOCK)), (scratch.partials, *routed, out), sum_options)],
+    }
+
+
+def _choose_config(
+    hidden: torch.Tensor,
+    w1: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    activation: str,
+    config: Mapping[str, Any] | None,
+    routing: str | None,
+) -> dict[str, GemmConfig]:
+    """The caller's config, checked; else the one of the tables or the default, remembered for each shape."""
+    dtype = DTYPES[hidden.dtype]
+    workload: dict[str, int | float | str | bool] = {
+        "dtype": dtype,
+        "w_dtype": dtype,
+        "group": "none",
+        "E": len(w1),
+        "global_E": len(w1) if expert_map is None else len(expert_map),
+        "N": w1.shape[1] // 2,
+        "K": hidden.shape[1],
+        "top_k": topk_ids.shape[1],
+        "activation": activation,
+        "bias": False,
+        "tokens": hidden.shape[0],
+    }
+    if routing is not None:
+        workload["routing"] = routing
+    index = hidden.device.index if hidden.is_cuda else None
+    if config is None:
+        return _resolved_config(tuple(workload.items()), index)
+    return configs.checked_config(config, workload, _device(index))
+
+
+@functools.lru_cache(maxsize=4096)
+def _resolved_config(workload_items: tuple[tuple[str, Any], ...], device_index: int | None) -> dict[str, GemmConfig]:
+    """Look a shape up in the tables once; a config that cannot run here is a miss."""
+    from kerneltune.kernels.tables import resolve
+
+    workload, device = dict(workload_items), _device(device_index)
+    found = resolve(kernel="moe", workload=workload, device=device)
+    if found is not None:
+        try:
+            return configs.checked_config(found, workload, device)
+        except ValueError:
+            pass
+    return configs.checked_config(configs.default_config(workload, device), workload, device)
+
+
+def _device(index: int | None) -> Device:
+    """The GPU, or, for tensors of the CPU interpreter, one without limits of its own."""
+    return configs.INTERPRETER if index is None else current_device(index)
+
+
+def _check(
+    hidden: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    activation: str,
+    out: torch.Tensor | None,
+) -> None:
+    """Raise ValueError on what the kernels would not survive; looks at shapes only, never at the GPU's contents."""
+    if hidden.dtype not in DTYPES:
+        raise ValueError(f"hidden.dtype {hidden.dtype} not supported yet: expected one of {', '.join(map(str, DTYPES))}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation {activation!r} not supported yet: expected one of {', '.join(ACTIVATIONS)}")
+    if hidden.dim() != 2 or w1.dim() != 3 or topk_ids.dim() != 2:
+        raise ValueError(
+            "expected hidden [tokens, K], w1 [E, 2N, K], topk_ids [tokens, top_k], "
+            f"not {list(hidden.shape)}, {list(w1.shape)}, {list(topk_ids.shape)}"
+        )
+    tokens, K = hidden.shape
+    E, rows = w1.shape[:2]
+    if rows % 2:
+        raise ValueError(f"w1 has {rows} rows an expert: expected an even number, gate then up")
+    tensors = {
+        "hidden": (hidden, (tokens, K), (hidden.dtype,)),
+        "w1": (w1, (E, rows, K), (hidden.dtype,)),
+        "w2": (w2, (E, K, rows // 2), (hidden.dtype,)),
+        "topk_weights": (topk_weights, tuple(topk_ids.shape), (torch.float32,)),
+        "topk_ids": (topk_ids, (tokens, topk_ids.shape[1]), (torch.int32, torch.int64)),
+    }
+    if expert_map is not None:
+        tensors["expert_map"] = (expert_map, (expert_map.numel(),), (torch.int32,))
+    if out is not None:
+        tensors["out"] = (out, (tokens, K), (hidden.dtype,))
+    for name, (tensor, shape, dtypes) in tensors.items():
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} has shape {list(tensor.shape)}: expected {list(shape)}")
+        if tensor.dtype not in dtypes:
+            raise ValueError(f"{name} has dtype {tensor.dtype}: expected {' or '.join(map(str, dtypes))}")
+        if tensor.device != hidden.device:
+            raise ValueError(f"{name} is on {tensor.device}: expected {hidden.device}, where hidden is")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} has strides {list(tensor.stride())}: expected it contiguous")
