@@ -7,7 +7,7 @@ edge problems that need no other compile, leave its inputs as they were, and lea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,42 +45,40 @@ def make_cases(tunable: Tunable, workload: Workload, device: torch.device | str,
     return cases
 
 
-def check(tunable: Tunable, cases: Iterable[Case], config: Config) -> Verdict:
+def check(tunable: Tunable, cases: Sequence[Case], config: Config) -> Verdict:
     """Run a whole config on each case; the first failure, else the worst error of all.
 
     Raises:
-        MemoryChanged: it wrote where it must not.
+        MemoryChanged: it wrote where it must not, in any case's memory.
     """
-    worst = 0.0
+    worst = Verdict(True, 0.0, "")
     for case in cases:
         launch = tunable.launch(case.problem, config)
         run_poisoned(launch)
         verdict = judge(tunable, case, launch)
+        if not verdict.ok or verdict.error > worst.error:
+            worst = verdict
         if not verdict.ok:
-            return verdict
-        worst = max(worst, verdict.error)
-    return Verdict(True, worst, "")
+            break
+    require_unchanged(cases)
+    return worst
 
 
 def judge(tunable: Tunable, case: Case, launch: Launch) -> Verdict:
-    """Compare what a launch has left in its outputs with the case's reference; a failure names the case.
-
-    Raises:
-        MemoryChanged: an input or the reference is not what it was.
-    """
+    """Compare what a launch has left in its outputs with the case's reference; a failure names the case."""
     _synchronize(launch)
-    require_unchanged(case)
     verdict = tunable.compare(launch.outputs, case.reference, case.problem)
     if verdict.ok or not case.label:
         return verdict
     return Verdict(False, verdict.error, f"{case.label}: {verdict.reason}")
 
 
-def require_unchanged(case: Case) -> None:
-    """Raise MemoryChanged if an input or the reference of a case has changed."""
-    for name, now in _checksums(case.problem.inputs, case.reference).items():
-        if now != case.checksums[name]:
-            raise MemoryChanged(f"{case.label + ': ' if case.label else ''}the launch changed {name}")
+def require_unchanged(cases: Iterable[Case]) -> None:
+    """Raise MemoryChanged if an input or a reference has changed."""
+    for case in cases:
+        for name, now in _checksums(case.problem.inputs, case.reference).items():
+            if now != case.checksums[name]:
+                raise MemoryChanged(f"{case.label + ': ' if case.label else ''}the launch changed {name}")
 
 
 def run_poisoned(launch: Launch) -> None:

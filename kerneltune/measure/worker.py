@@ -1,0 +1,438 @@
+"""One killable process that owns the GPU: it gates and times configs, one request at a time.
+
+`GpuWorker` is the tuner's side: it never hangs and never raises for what a config does. A request that takes too long,
+a process that dies, and a CUDA error after which the context is unusable all end that process; the request gets its
+outcome, the next request a fresh process, and no other config is blamed. `Measurer` is the process's side and works
+in-process too, on the CPU in Triton's interpreter: then there is no timing, only the gate.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kerneltune.child import Child, ChildDied, ChildStartError, ChildTimeout, one_line
+from kerneltune.errors import UserError
+
+if TYPE_CHECKING:
+    from kerneltune.kernels.tunable import Config, Launch, Workload
+    from kerneltune.measure.gate import Case
+    from kerneltune.measure.timing import Timing
+
+START_TIMEOUT_S = 180.0  # importing torch and triton, creating a CUDA context, warming the clocks
+PREPARE_TIMEOUT_S = 300.0  # inputs and references of one workload; compiling for the edge problems is not in it
+TRIAL_TIMEOUT_S = 60.0  # one config: compile where the cache has nothing, gate, time
+CEILINGS_TIMEOUT_S = 120.0
+FINAL_SAMPLES = 20  # a turn
+FINAL_ROUNDS = 4
+
+Reply = dict[str, Any]
+
+
+class GpuWorker:
+    """Drives one measuring process and replaces it when it has to be killed. Not for several threads at once."""
+
+    def __init__(
+        self,
+        kernel: str,
+        device_index: int | None = 0,
+        *,
+        trial_timeout_s: float = TRIAL_TIMEOUT_S,
+        prepare_timeout_s: float = PREPARE_TIMEOUT_S,
+    ) -> None:
+        """Begin to start the process.
+
+        Args:
+            kernel: a registered name, or "package.module:NAME".
+            device_index: torch's GPU number; None: the CPU, in Triton's interpreter, which can gate but not time.
+        """
+        self._kernel = kernel
+        self._device_index = device_index
+        self._trial_timeout_s = trial_timeout_s
+        self._prepare_timeout_s = prepare_timeout_s
+        self._prepared: str | None = None
+        self.restarts = 0
+        self._child = self._spawn()
+
+    @property
+    def pid(self) -> int:
+        """Of the present process."""
+        return self._child.pid
+
+    def start(self) -> Reply:
+        """Wait for the process: {"device": Device.to_dict(), "versions", "state" (clocks, power), "launch_us"}.
+
+        Raises:
+            UserError: it cannot start (the kernel cannot be imported, no such GPU).
+        """
+        reply = self._ask("start", {}, START_TIMEOUT_S)
+        if reply["outcome"] != "ok":
+            raise UserError(f"the GPU process cannot start: {reply['reason']}", exit_code=3)
+        return reply
+
+    def prepare(self, workload: Workload, seed: int = 0) -> Reply:
+        """Make inputs, references and edge problems of a workload; the former ones are freed. `trial` does it by itself.
+
+        Returns:
+            {"outcome": "ok" or "crashed" or "timed_out", "reason", "prepare_s"}.
+        """
+        key = json.dumps([dict(workload), seed], sort_keys=True)
+        if key == self._prepared:
+            return {"outcome": "ok", "reason": "", "prepare_s": 0.0}
+        self._prepared = None
+        reply = self._ask("prepare", {"workload": dict(workload), "seed": seed}, self._prepare_timeout_s)
+        if reply["outcome"] == "ok":
+            self._prepared = key
+        else:
+            reply["reason"] = f"preparing the workload: {reply['reason']}"
+        return reply
+
+    def trial(
+        self,
+        workload: Workload,
+        part: str,
+        config: Config,
+        *,
+        stop_above_us: float | None = None,
+        samples: int = 15,
+        budget_s: float = 5.0,
+        seed: int = 0,
+        gate: bool = True,
+        timeout_s: float | None = None,
+    ) -> Reply:
+        """Gate a whole config on the whole operation, then time it, or only the launches of `part`.
+
+        Args:
+            part: which part to time; "" or the only part of a kernel: everything.
+            stop_above_us: stop timing once the config is clearly slower; the reply is still "ok", `dropped` is True.
+            samples: at most so many; 0: gate only.
+            timeout_s: of gate and timing together (default: the worker's `trial_timeout_s`).
+
+        Returns:
+            {"outcome" (of records.OUTCOMES), "reason", "time_us", "p20_us", "p80_us", "samples" (how many), "samples_us",
+            "dropped", "launch_us", "error", "gate_s", "timing_s"}; times are None unless "ok" and timed.
+        """
+        request = {
+            "part": part,
+            "config": _plain(config),
+            "stop_above_us": stop_above_us,
+            "samples": samples,
+            "budget_s": budget_s,
+            "gate": gate,
+        }
+        return _empty_trial() | self._on_workload("trial", request, workload, seed, timeout_s or self._trial_timeout_s)
+
+    def finals(
+        self,
+        workload: Workload,
+        configs: Sequence[Config],
+        *,
+        rounds: int = FINAL_ROUNDS,
+        samples: int = FINAL_SAMPLES,
+        seed: int = 0,
+    ) -> list[Reply]:
+        """Gate each whole config, require that it repeats to the bit, then time those that pass in turns, in both orders.
+
+        Args:
+            samples: of one turn; a config gets `rounds * samples`.
+
+        Returns:
+            As `trial`, in the order of `configs`.
+        """
+        replies = [
+            _empty_trial() | self._on_workload("vet", {"config": _plain(config)}, workload, seed, self._trial_timeout_s)
+            for config in configs
+        ]
+        passed = [number for number, reply in enumerate(replies) if reply["outcome"] == "ok"]
+        if not passed:
+            return replies
+        request = {"configs": [_plain(configs[n]) for n in passed], "rounds": rounds, "samples": samples}
+        timed = self._on_workload(
+            "interleave", request, workload, seed, self._trial_timeout_s + len(passed) * rounds * 2.0
+        )
+        for place, number in enumerate(passed):
+            replies[number] |= timed["timings"][place] if timed["outcome"] == "ok" else timed
+        return replies
+
+    def ceilings(self) -> dict[str, Any]:
+        """Measure the ceilings of the GPU: `Ceilings.to_dict()`.
+
+        Raises:
+            UserError: it could not be done.
+        """
+        reply = self._ask("ceilings", {}, CEILINGS_TIMEOUT_S)
+        if reply["outcome"] != "ok":
+            raise UserError(f"the ceilings cannot be measured: {reply['reason']}", exit_code=3)
+        return dict(reply["ceilings"])
+
+    def state(self) -> dict[str, float]:
+        """Clocks, temperature and power now; empty where they cannot be read."""
+        return dict(self._ask("state", {}, 30.0).get("state", {}))
+
+    def close(self) -> None:
+        """Kill the process."""
+        self._child.close()
+
+    def __enter__(self) -> GpuWorker:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _on_workload(self, method: str, request: Reply, workload: Workload, seed: int, timeout_s: float) -> Reply:
+        prepared = self.prepare(workload, seed)
+        if prepared["outcome"] != "ok":
+            return {"outcome": prepared["outcome"], "reason": prepared["reason"]}
+        return self._ask(method, request, timeout_s)
+
+    def _ask(self, method: str, request: Reply, timeout_s: float) -> Reply:
+        """One request; whatever happens to the process becomes an outcome, and it is replaced if need be."""
+        try:
+            self._child.wait_started(START_TIMEOUT_S)
+            reply: Reply = self._child.request((method, request), timeout_s)
+            fatal = reply.pop("fatal", False)
+        except ChildTimeout:
+            reply, fatal = {"outcome": "timed_out", "reason": f"no result in {timeout_s:g} s; the process was killed"}, True
+        except ChildDied as error:
+            reply, fatal = {"outcome": "crashed", "reason": f"the GPU process died: {error}"}, True
+        except ChildStartError as error:
+            reply, fatal = {"outcome": "crashed", "reason": f"the GPU process cannot start: {error}"}, True
+        if fatal:
+            self._replace()
+        return reply
+
+    def _replace(self) -> None:
+        self._child.close()
+        self._prepared = None
+        self.restarts += 1
+        self._child = self._spawn()
+
+    def _spawn(self) -> Child:
+        interpret = "1" if self._device_index is None else None
+        return Child("kerneltune.measure.worker:Measurer", self._kernel, self._device_index, env={"TRITON_INTERPRET": interpret})
+
+
+class Measurer:
+    """Answers (method, arguments) with a dict that has at least "outcome" and "reason"; never raises.
+
+    "fatal" is added when the CUDA context is unusable afterwards: this process must then be replaced.
+    """
+
+    def __init__(self, kernel: str, device_index: int | None = 0) -> None:
+        """Load the kernel; with a GPU, make its context and warm its clocks."""
+        import torch
+
+        from kerneltune.compile import resolve_tunable
+
+        self._index = device_index
+        self._device = "cpu" if device_index is None else f"cuda:{device_index}"
+        self._launch_us = 0.0
+        self._cases: list[Case] = []
+        self._remake: tuple[Workload, int] | None = None
+        self._tunable = resolve_tunable(kernel)
+        if device_index is not None:
+            import triton
+
+            from kerneltune.kernels.device import current_device
+            from kerneltune.measure import timing
+
+            torch.cuda.set_device(device_index)
+            triton.set_allocator(_scratch)
+            self._flush = timing.Flush(current_device(device_index).l2_bytes)
+            timing.warm_clocks()
+            self._launch_us = timing.empty_graph_us(self._flush)
+
+    def __call__(self, message: tuple[str, Mapping[str, Any]]) -> Reply:
+        """Answer one request."""
+        from kerneltune.measure.gate import MemoryChanged
+
+        method, arguments = message
+        try:
+            reply = {"outcome": "ok", "reason": ""} | getattr(self, f"_{method}")(**arguments)
+            self._synchronize()
+        except MemoryChanged as error:
+            self._cases = []  # made anew by the next request
+            reply = {"outcome": "wrong", "reason": str(error)}
+        except Exception as error:  # whatever a config can raise
+            reply = self._failure(error)
+        return reply
+
+    def _failure(self, error: Exception) -> Reply:
+        """An exception as an outcome."""
+        import torch
+
+        name = type(error).__name__
+        outcome, reason = ("infeasible" if name == "OutOfResources" else "crashed"), one_line(error)
+        if name in ("CompilationError", "CompileTimeAssertionFailure", "UnsupportedLanguageConstruct", "PTXASError"):
+            outcome = "compile_error"
+        if isinstance(error, torch.OutOfMemoryError):
+            reason = "out of GPU memory"
+        error.__traceback__ = None  # its frames hold tensors
+        if self._index is None:
+            return {"outcome": outcome, "reason": reason}
+        try:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        except Exception:
+            return {"outcome": "crashed", "reason": reason, "fatal": True}
+        return {"outcome": outcome, "reason": reason}
+
+    def _synchronize(self) -> None:
+        if self._index is not None:
+            import torch
+
+            torch.cuda.synchronize()
+
+    def _start(self) -> Reply:
+        from kerneltune import device as devices
+        from kerneltune.kernels.device import current_device
+
+        described = None if self._index is None else current_device(self._index).to_dict()
+        versions = devices.versions(self._index)
+        return {"device": described, "versions": versions, "launch_us": self._launch_us} | self._state()
+
+    def _state(self) -> Reply:
+        if self._index is None:
+            return {"state": {}}
+        from kerneltune.measure.timing import gpu_state
+
+        return {"state": gpu_state(self._index)}
+
+    def _ceilings(self) -> Reply:
+        if self._index is None:
+            raise RuntimeError("no GPU: ceilings are measured, never assumed")
+        from kerneltune.measure.ceilings import measure_ceilings
+
+        return {"ceilings": measure_ceilings(self._index).to_dict()}
+
+    def _prepare(self, workload: Workload, seed: int) -> Reply:
+        begin = time.perf_counter()
+        self._cases = []  # free the former before making the next
+        self._remake = (workload, seed)
+        self._present_cases()
+        return {"prepare_s": time.perf_counter() - begin}
+
+    def _present_cases(self) -> list[Case]:
+        """The workload's cases, made anew if a launch has damaged them."""
+        from kerneltune.measure.gate import make_cases
+
+        if not self._cases:
+            if self._remake is None:
+                raise RuntimeError("no workload has been prepared")
+            self._cases = make_cases(self._tunable, self._remake[0], self._device, self._remake[1])
+        return self._cases
+
+    def _trial(
+        self, part: str, config: Config, stop_above_us: float | None, samples: int, budget_s: float, gate: bool
+    ) -> Reply:
+        from kerneltune.measure.gate import check
+
+        reply: Reply = {"launch_us": self._launch_us}
+        begin = time.perf_counter()
+        if gate:
+            verdict = check(self._tunable, self._present_cases(), config)
+            reply |= {"error": verdict.error, "gate_s": time.perf_counter() - begin}
+            if not verdict.ok:
+                return reply | {"outcome": "wrong", "reason": verdict.reason}
+        if samples > 0:
+            begin = time.perf_counter()
+            reply |= self._time(part, config, stop_above_us, samples, budget_s, gate)
+            reply["timing_s"] = time.perf_counter() - begin
+        return reply
+
+    def _time(
+        self, part: str, config: Config, stop_above_us: float | None, samples: int, budget_s: float, gate: bool
+    ) -> Reply:
+        """Time a config's launches and look at the outputs of the timed ones again."""
+        from kerneltune.measure import gate as gates
+        from kerneltune.measure.timing import time_launch
+
+        if self._index is None:
+            raise RuntimeError("no GPU: nothing is timed here")
+        case = self._present_cases()[0]
+        whole = self._tunable.launch(case.problem, config)
+        gates.run_poisoned(whole)
+        timed = whole
+        if part and len(self._tunable.parts) > 1:
+            timed = self._tunable.launch(case.problem, config, part)
+        timing = time_launch(
+            timed.run, flush=self._flush, samples=samples, budget_s=budget_s, stop_above_us=stop_above_us
+        )
+        if gate:
+            self._require_right_after_timing(case, whole)
+        return _timing_reply(timing)
+
+    def _require_right_after_timing(self, case: Case, launch: Launch) -> None:
+        from kerneltune.measure import gate as gates
+
+        verdict = gates.judge(self._tunable, case, launch)
+        gates.require_unchanged([case])
+        if not verdict.ok:
+            raise gates.MemoryChanged(f"wrong after repeated launches: {verdict.reason}")
+
+    def _vet(self, config: Config) -> Reply:
+        """The gate, and the same bits in several launches."""
+        from kerneltune.measure import gate as gates
+
+        begin = time.perf_counter()
+        cases = self._present_cases()
+        verdict = gates.check(self._tunable, cases, config)
+        reply: Reply = {"launch_us": self._launch_us, "error": verdict.error}
+        if not verdict.ok:
+            reply |= {"outcome": "wrong", "reason": verdict.reason}
+        elif varies := gates.deterministic(self._tunable.launch(cases[0].problem, config)):
+            reply |= {"outcome": "nondeterministic", "reason": varies}
+        return reply | {"gate_s": time.perf_counter() - begin}
+
+    def _interleave(self, configs: Sequence[Config], rounds: int, samples: int) -> Reply:
+        from kerneltune.measure.timing import time_interleaved
+
+        if self._index is None:
+            raise RuntimeError("no GPU: nothing is timed here")
+        begin = time.perf_counter()
+        case = self._present_cases()[0]
+        launches = [self._tunable.launch(case.problem, config) for config in configs]
+        timings = time_interleaved(
+            [launch.run for launch in launches], flush=self._flush, rounds=rounds, samples_per_turn=samples
+        )
+        for launch in launches:
+            self._require_right_after_timing(case, launch)
+        share_s = (time.perf_counter() - begin) / len(configs)
+        return {"timings": [_timing_reply(timing) | {"timing_s": share_s} for timing in timings]}
+
+
+def _empty_trial() -> Reply:
+    numbers = ("time_us", "p20_us", "p80_us", "error")
+    return dict.fromkeys(numbers) | {
+        "samples": 0,
+        "samples_us": [],
+        "dropped": False,
+        "launch_us": 0.0,
+        "gate_s": 0.0,
+        "timing_s": 0.0,
+    }
+
+
+def _timing_reply(timing: Timing) -> Reply:
+    return {
+        "time_us": timing.time_us,
+        "p20_us": timing.p20_us,
+        "p80_us": timing.p80_us,
+        "samples": len(timing.samples_us),
+        "samples_us": list(timing.samples_us),
+        "dropped": timing.dropped,
+    }
+
+
+def _plain(config: Config) -> dict[str, Any]:
+    """Mappings as dicts, so that they can be pickled."""
+    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in config.items()}
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> Any:
+    """Global scratch memory for kernels that ask Triton for it (descriptors made on the device)."""
+    import torch
+
+    return torch.empty(size, dtype=torch.int8, device="cuda")
