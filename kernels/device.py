@@ -48,7 +48,7 @@ def current_device(index: int = 0) -> Device:
         shared = properties.shared_memory_per_block
     else:
         arch = f"sm_{properties.major}{properties.minor}"
-        shared = properties.shared_memory_per_block_optin
+        shared = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     return Device(
         name=properties.name,
         arch=arch,

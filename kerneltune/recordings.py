@@ -19,9 +19,9 @@ from kerneltune.errors import UserError
 from kerneltune.records import Trial
 
 SCHEMA = 1
-_FIGURES = (
-    "outcome reason time_us p20_us p80_us samples flops bytes error registers spills shared_bytes compile_s gate_s timing_s"
-).split()
+MEASURED = ("outcome", "reason", "time_us", "p20_us", "p80_us", "samples", "error")
+RESOURCES = ("registers", "spills", "shared_bytes", "compile_s", "gate_s", "timing_s")
+_FIGURES = (*MEASURED, "flops", "bytes", *RESOURCES)
 _DIGITS = {"time_us": 3, "p20_us": 3, "p80_us": 3, "compile_s": 3, "gate_s": 4, "timing_s": 4}
 
 
@@ -127,9 +127,7 @@ def read_recording(path: Path) -> Recording:
         }
         return Recording(**header, trials=trials, rounds=rounds)
     except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{path}: not a kerneltune recording ({type(error).__name__}: {error})".splitlines()[0]
-        ) from error
+        raise UserError(f"{path}: not a kerneltune recording ({type(error).__name__}: {error})") from error
 
 
 def find_recordings(paths: Iterable[Path], kernel: str) -> list[Recording]:

@@ -7,6 +7,7 @@ writer; fields and kinds of line that this version does not know are skipped.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +15,13 @@ from typing import Any
 
 import msgspec
 
+from kerneltune.errors import UserError
+
 SCHEMA = 1
 OUTCOMES = ("ok", "infeasible", "compile_error", "wrong", "nondeterministic", "crashed", "timed_out", "suspect")
 
 
-class RecordsInUse(RuntimeError):
+class RecordsInUse(UserError):
     """Another process is writing these records."""
 
 
@@ -123,15 +126,16 @@ class RecordWriter:
                 f"{path} is being written by another kerneltune; wait for it or choose another --out"
             ) from None
         _remove_cut_tail(path)
-        self._file = path.open("ab")
+        self._file = path.open("ab", buffering=0)  # a buffer would keep a line that failed and write it later
 
     def append(self, line: Line) -> None:
         """Write one line whole, or leave the file as it was and raise OSError (a full disk, say)."""
         data = _encoder.encode(line) + b"\n"
-        start = self._file.seek(0, os.SEEK_END)
+        start = self.path.stat().st_size
         try:
-            self._file.write(data)
-            self._file.flush()
+            written = self._file.write(data)
+            if written != len(data):
+                raise OSError(errno.ENOSPC, "disk full: a record was written in part", str(self.path))
             os.fsync(self._file.fileno())
         except OSError:
             os.truncate(self.path, start)

@@ -1,4 +1,4 @@
-"""Where a trial's figures come from: this machine's GPU, or a recording of one. The search code is the same for both."""
+"""Where a trial's figures come from: the GPU here, or a recording of one; the search code is the same for both."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kerneltune.recordings import Recording, canonical, point_key
+from kerneltune.recordings import MEASURED, RESOURCES, Recording, canonical, point_key
 
 if TYPE_CHECKING:
     from kerneltune.kernels.device import Device
@@ -20,7 +20,7 @@ FINAL_SAMPLES = 12  # a turn; 48 samples a finalist in all
 
 @dataclass(frozen=True)
 class Work:
-    """Counted work of the whole operation or of one part: FLOPs, compulsory bytes, and which compute ceiling applies."""
+    """Counted work of the operation or of one part: FLOPs, compulsory bytes, and which compute ceiling applies."""
 
     flops: int
     bytes: int
@@ -109,10 +109,7 @@ class ReplayBackend:
         self, workload: Workload, part: str, params: Mapping[str, Any], stop_above_us: float | None
     ) -> dict[str, Any]:
         row = self._points[canonical(workload)][point_key(part, params)]
-        names = (
-            "outcome reason time_us p20_us p80_us samples error registers spills shared_bytes compile_s gate_s timing_s"
-        )
-        return {name: getattr(row, name) for name in names.split()} | {
+        return {name: getattr(row, name) for name in (*MEASURED, *RESOURCES)} | {
             "launch_us": self._recordings[canonical(workload)].launch_us
         }
 

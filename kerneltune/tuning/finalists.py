@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kerneltune.records import Trial
 from kerneltune.recordings import canonical
+from kerneltune.records import Trial
 
 FINALISTS = 4  # besides the default; of 96 to 360 MLA configs 4 to 9 lie within 5 % of the best
 PER_PART = 2  # best of each part, for each value of the shared parameters
@@ -36,10 +36,10 @@ def choose(
         group = tuple(trial.config[name] for name in shared)
         by_group.setdefault(group, {}).setdefault(trial.part, []).append(trial)
     ranked_pairs: list[tuple[float, dict[str, Any]]] = []
-    for group in by_group.values():
-        if set(group) != set(parts):
+    for by_part in by_group.values():
+        if set(by_part) != set(parts):
             continue
-        best = [sorted(group[part], key=lambda t: (t.time_us, t.index))[:PER_PART] for part in parts]
+        best = [sorted(by_part[part], key=lambda t: (t.time_us, t.index))[:PER_PART] for part in parts]
         for combination in itertools.product(*best):
             total = sum(t.time_us - t.launch_us for t in combination if t.time_us is not None)
             ranked_pairs.append((total, {t.part: dict(t.config) for t in combination}))

@@ -27,7 +27,7 @@ def distance(a: Mapping[str, Any], b: Mapping[str, Any]) -> float:
         if x == y:
             continue
         numbers = all(isinstance(v, int | float) and not isinstance(v, bool) and v > 0 for v in (x, y))
-        total += abs(math.log2(x / y)) if numbers else 4.0  # type: ignore[operator]
+        total += abs(math.log2(x / y)) if numbers else 4.0
     return total
 
 

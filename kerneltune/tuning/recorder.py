@@ -1,4 +1,4 @@
-"""Brute-forces a space into recordings: every feasible config measured, those near the optimum timed again in turns."""
+"""Brute-forces a space into recordings: every feasible config, those near the optimum timed again in turns."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from kerneltune.device import slug
-from kerneltune.records import Trial
 from kerneltune.recordings import Recording, canonical, point_key, write_recording
+from kerneltune.records import Trial
 from kerneltune.tuning import finalists, ladder
 from kerneltune.tuning.backends import FINAL_ROUNDS, Backend
 from kerneltune.tuning.session import Log, Options, Progress, make_trial, time_finals

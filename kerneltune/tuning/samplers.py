@@ -44,7 +44,7 @@ class PointStudy:
         self._coordinates = [self._encode(point) for point in self.points]
         self._index = {tuple(c.values()): i for i, c in enumerate(self._coordinates)}
         self._open = set(range(len(self.points)))
-        self._distributions = {
+        self._distributions: dict[str, optuna.distributions.BaseDistribution] = {
             name: optuna.distributions.IntDistribution(0, len(values) - 1)
             for name, values in self._values.items()
             if len(values) > 1

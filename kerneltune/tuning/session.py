@@ -16,8 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from kerneltune.records import RecordWriter, Session, Trial, read_lines
 from kerneltune.recordings import canonical
+from kerneltune.records import RecordWriter, Session, Trial, read_lines
 from kerneltune.tuning import finalists, ladder
 from kerneltune.tuning.backends import Backend, Work
 from kerneltune.tuning.samplers import PointStudy
