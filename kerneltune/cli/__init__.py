@@ -25,7 +25,7 @@ INTERRUPTED = 128 + 2  # what a shell reports for a process ended by SIGINT
 
 # Typer exports only this leaf of Click's errors (from its own copy of Click since 0.26): its second base is the common
 # one, which has `format_message()` and `exit_code`.
-UsageProblem = typer.BadParameter.__mro__[2]
+UsageProblem: type[Exception] = typer.BadParameter.__mro__[2]
 
 
 def build_app() -> typer.Typer:
@@ -64,7 +64,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and leave with its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in given
-    sys.exit(_run([argument for argument in given if argument != "--debug"], debug))
+    sys.exit(_run(_fill_in_replay([argument for argument in given if argument != "--debug"]), debug))
+
+
+def _fill_in_replay(arguments: list[str]) -> list[str]:
+    """`--replay` may stand without a value, which Typer cannot say: then it means the shipped recordings."""
+    filled = []
+    for position, argument in enumerate(arguments):
+        filled.append(argument)
+        following = arguments[position + 1 : position + 2]
+        if argument == "--replay" and (not following or following[0].startswith("-")):
+            filled.append("shipped")
+    return filled
 
 
 def _run(arguments: list[str], debug: bool) -> int:

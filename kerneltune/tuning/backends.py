@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kerneltune.errors import NO_GPU, UserError
 from kerneltune.recordings import MEASURED, RESOURCES, Recording, canonical, point_key
+from kerneltune.roofline.model import Ceilings
 
 if TYPE_CHECKING:
     from kerneltune.kernels.device import Device
@@ -154,28 +156,41 @@ class LiveBackend:
     def __init__(self, kernel: str, space: Space, device_index: int, seed: int) -> None:
         """Raises `errors.UserError` (exit 3) if that GPU is not there."""
         from kerneltune.compile import CompilePool
-        from kerneltune.device import require, versions
+        from kerneltune.device import detect
         from kerneltune.measure.worker import GpuWorker
         from kerneltune.provenance import kernel_hash
         from kerneltune.registry import load_tunable
-        from kerneltune.roofline.ceilings import ceilings_of
+        from kerneltune.roofline import ceilings
 
+        found = detect(device_index)
+        if found is None:
+            raise UserError("no GPU is visible to torch on this machine", NO_GPU)
         self.kernel, self._space, self._seed = kernel, space, seed
-        self._device: Device = require(device_index)
-        self.device = self._device.to_dict()
+        self._device: Device = found
+        self.device = found.to_dict()
         self._tunable: Tunable = load_tunable(kernel)
         self.parts, self.shared = tuple(self._tunable.parts), tuple(self._tunable.shared)
         self.kernel_hash = kernel_hash(self._tunable)
-        self.versions = versions(device_index)
-        self._worker = GpuWorker(kernel, device_index)
-        self.ceilings = ceilings_of(self._worker, self._device, self.versions)
         self._pool = CompilePool(kernel, self._device)
+        self._worker = GpuWorker(kernel, device_index)
+        self.versions = dict(self._worker.start()["versions"])
+        known = ceilings.cached(found.name, self.versions)
+        if known is None:
+            known = Ceilings.from_dict(self._worker.ceilings())
+            ceilings.store(known)
+        self.ceilings = known.to_dict()
         self._points: dict[tuple[str, str], list[dict[str, Any]]] = {}
 
     def points(self, workload: Workload, part: str) -> list[dict[str, Any]]:
+        from kerneltune.kernels.tunable import part_params
+
         key = canonical(workload), part
         if key not in self._points:
-            self._points[key] = self._space.points(self._tunable, part, workload, self._device)
+            found = self._space.points(self._tunable, part, workload, self._device)
+            default = part_params(self._tunable, self.default_config(workload), part)
+            if canonical(default) not in {canonical(point) for point in found}:
+                found.append(default)  # the incumbent is always measured, also where the space leaves it out
+            self._points[key] = found
         return self._points[key]
 
     def default_config(self, workload: Workload) -> dict[str, Any]:

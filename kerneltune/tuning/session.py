@@ -254,7 +254,7 @@ def make_trial(
     from kerneltune.kernels.tunable import Cost
     from kerneltune.roofline.model import Ceilings, place
 
-    fields = dict(figures)
+    fields = {name: value for name, value in figures.items() if name in Trial.__struct_fields__}
     if fields["outcome"] == "ok":
         cost = Cost(flops=work.flops, bytes_read=work.bytes, bytes_written=0, compute=work.compute)
         placement = place(cost, fields["time_us"], Ceilings.from_dict(backend.ceilings), fields.get("launch_us"))

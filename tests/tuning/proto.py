@@ -56,7 +56,7 @@ def _recording(batch: int, kv_len: int, heads: int, rows: list[dict[str, str]]) 
                 gate_s=0.01,
                 timing_s=0.02,
                 **figures,
-            )  # type: ignore[arg-type]  # fmt: skip
+            )  # type: ignore[arg-type]
         )
     first_ok = next(t for t in trials if t.outcome == "ok")
     return Recording(
