@@ -28,6 +28,7 @@ from multiprocessing.connection import Connection
 from typing import IO, Any
 
 START_TIMEOUT_S = 120.0  # importing torch and triton on a busy machine, and creating a CUDA context
+KILL_WAIT_S = 30.0
 
 
 class ChildDied(Exception):
@@ -35,7 +36,7 @@ class ChildDied(Exception):
 
 
 class ChildTimeout(Exception):
-    """No reply in time; the child still runs."""
+    """No reply in time."""
 
 
 class ChildStartError(Exception):
@@ -95,22 +96,27 @@ class Child:
         self._started = True
 
     def request(self, message: Any, timeout_s: float) -> Any:
-        """Send one request and return the handler's reply.
+        """Send one request and return the handler's reply. After any exception the child is dead.
 
         Raises:
-            ChildTimeout: no reply within `timeout_s` (counted once the handler exists); kill the child then.
+            ChildTimeout: no reply within `timeout_s` (counted once the handler exists).
             ChildDied: it exited or was killed.
             ChildStartError: its handler could not be made.
         """
-        self.wait_started()
-        self._send(message)
-        return self._receive(timeout_s)
+        try:
+            self.wait_started()
+            self._send(message)
+            return self._receive(timeout_s)
+        except BaseException:  # Ctrl-C too: a reply that comes later must not answer the next request
+            self.kill()
+            raise
 
     def kill(self) -> None:
         """End the process and its own children at once. May be called from any thread, and twice."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may take its time to stop a kernel
+            self._process.wait(timeout=KILL_WAIT_S)
         if self._life_write >= 0:
             write, self._life_write = self._life_write, -1
             os.close(write)
@@ -160,10 +166,18 @@ class Child:
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
-    """An exception as one line: its type and the last line of its message that says something."""
+    """An exception as one line: its type and the line of its message that says most.
+
+    That is ptxas's own complaint, the last line of Triton's compile errors (source comes before it), else the first.
+    """
+    name = type(error).__name__
     lines = [line.strip() for line in str(error).splitlines() if line.strip(" ^\t")]
-    text = lines[-1] if lines else ""
-    return (f"{type(error).__name__}: {text}" if text else type(error).__name__)[:limit]
+    if not lines:
+        return name
+    ptxas = [line for line in lines if line.startswith(("ptxas error", "ptxas fatal"))]
+    last = name in ("CompilationError", "CompileTimeAssertionFailure", "UnsupportedLanguageConstruct")
+    text = ptxas[0] if ptxas else lines[-1 if last else 0]
+    return f"{name}: {text}"[:limit]
 
 
 def _environment(changes: Mapping[str, str | None]) -> dict[str, str]:

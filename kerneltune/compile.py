@@ -47,8 +47,8 @@ class Compiled:
 
     outcome: str  # "ok", "compile_error", "infeasible"
     reason: str = ""  # one line unless ok
-    registers: int | None = None  # a thread (NVIDIA only)
-    spills: int | None = None  # bytes of local memory a thread (NVIDIA only)
+    registers: int | None = None  # a thread (AMD: VGPRs)
+    spills: int | None = None  # bytes of local memory a thread (AMD: of the private segment)
     shared_bytes: int | None = None  # a block
     compile_s: float = 0.0
 
@@ -75,13 +75,16 @@ def whole_config(tunable: Tunable, part: str, params: Params, base: Config) -> d
     return join_parts(tunable, by_part)
 
 
-def compile_part(tunable: Tunable, part: str, params: Params, workload: Workload, device: Device) -> Compiled:
+def compile_part(kernel: Tunable | str, part: str, params: Params, workload: Workload, device: Device) -> Compiled:
     """Compile, in this process and without a GPU, every kernel that a whole launch with these parameters needs.
 
     The other parts have their default parameters. Resources are those of `part`; an empty `part` means that `params` is
     a whole config, and resources are the worst of all parts. Never raises for what a config or a compiler can do.
     """
+    from kerneltune.kernels.tunable import part_params
+
     start = time.perf_counter()
+    tunable = resolve_tunable(kernel) if isinstance(kernel, str) else kernel
 
     def done(outcome: str, reason: str = "", **resources: int | None) -> Compiled:
         return Compiled(outcome, reason, compile_s=time.perf_counter() - start, **resources)
@@ -92,8 +95,6 @@ def compile_part(tunable: Tunable, part: str, params: Params, workload: Workload
     else:
         config = dict(params)
     for name in parts:
-        from kerneltune.kernels.tunable import part_params
-
         invalid = tunable.is_valid(name, part_params(tunable, config, name), workload, device)
         if invalid:
             return done("infeasible", invalid)
@@ -124,16 +125,18 @@ def _compile_call(call: KernelCall, device: Device, resources: bool = True) -> t
         raise _Infeasible(f"shared memory: needs {metadata.shared} B, device has {device.shared_memory_per_block} B")
     if (getattr(metadata, "tmem_size", None) or 0) > TMEM_COLUMNS:
         raise _Infeasible(f"tensor memory: needs {metadata.tmem_size} columns, device has {TMEM_COLUMNS}")
-    if device.backend == "cuda" and resources:
-        return (*_resource_usage(kernel.asm["cubin"]), metadata.shared)
-    return (None, None, metadata.shared)
+    if not resources:
+        return (None, None, metadata.shared)
+    if device.backend == "cuda":
+        return (*_nvidia_usage(kernel.asm["cubin"]), metadata.shared)
+    return (*_amd_usage(kernel.asm["amdgcn"]), metadata.shared)
 
 
 def _worst(used: list[tuple[int | None, int | None, int]], column: int) -> int | None:
     return max((row[column] or 0 for row in used if row[column] is not None), default=None)
 
 
-def _resource_usage(cubin: bytes) -> tuple[int, int]:
+def _nvidia_usage(cubin: bytes) -> tuple[int, int]:
     """(registers, bytes of local memory) a thread, as cuobjdump reads them in a binary."""
     import triton
 
@@ -146,6 +149,13 @@ def _resource_usage(cubin: bytes) -> tuple[int, int]:
     if not found:
         raise RuntimeError(f"cuobjdump -res-usage printed no resources: {text[-200:]!r}")
     return max(int(row[0]) for row in found), max(max(int(row[1]), int(row[2])) for row in found)
+
+
+def _amd_usage(assembly: str) -> tuple[int | None, int | None]:
+    """(VGPRs, bytes of private segment) a thread, from the metadata at the end of the assembly."""
+    found = [re.search(rf"\.{name}:\s*(\d+)", assembly) for name in ("vgpr_count", "private_segment_fixed_size")]
+    registers, private = (int(match[1]) if match else None for match in found)
+    return registers, private
 
 
 def _classify(error: Exception) -> tuple[str, str]:
@@ -242,7 +252,12 @@ class CompilePool:
     """
 
     def __init__(
-        self, kernel: str, device: Device, workers: int | None = None, timeout_s: float = JOB_TIMEOUT_S, jobs_per_child: int = JOBS_PER_CHILD
+        self,
+        kernel: str,
+        device: Device,
+        workers: int | None = None,
+        timeout_s: float = JOB_TIMEOUT_S,
+        jobs_per_child: int = JOBS_PER_CHILD,
     ) -> None:
         """Args:
         kernel: a registered name or "package.module:NAME".
@@ -334,7 +349,13 @@ class CompilePool:
                     future.set_result(child.request(message, self._timeout_s))
                     done += 1
                 except ChildTimeout:
-                    future.set_result(Compiled("compile_error", f"compiler gave no result in {self._timeout_s:g} s", compile_s=self._timeout_s))
+                    future.set_result(
+                        Compiled(
+                            "compile_error",
+                            f"compiler gave no result in {self._timeout_s:g} s",
+                            compile_s=self._timeout_s,
+                        )
+                    )
                     done = self._jobs_per_child
                 except ChildDied as error:
                     future.set_result(Compiled("compile_error", f"compiler died: {error}"))

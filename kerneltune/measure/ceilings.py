@@ -103,7 +103,9 @@ def matmul_tflops(dtype: torch.dtype, flush: timing.Flush) -> float:
     times_us = []
     for _ in range(MATMUL_SAMPLES):
         time.sleep(MATMUL_PAUSE_S)
-        times_us.append(timing.time_calls(lambda: torch.matmul(a, b, out=c), flush=flush, samples=1, warm_s=0.0).time_us)
+        times_us.append(
+            timing.time_calls(lambda: torch.matmul(a, b, out=c), flush=flush, samples=1, warm_s=0.0).time_us
+        )
     return 2 * MATMUL_SIZE**3 / statistics.median(times_us) / 1e6
 
 

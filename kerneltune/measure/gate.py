@@ -35,7 +35,7 @@ class MemoryChanged(Exception):
 def make_case(tunable: Tunable, problem: Problem, label: str = "") -> Case:
     """Compute a problem's reference (once) and the checksums of its inputs."""
     reference = dict(tunable.reference(problem))
-    return Case(label, problem, reference, _checksums(problem.inputs, reference))
+    return Case(label, problem, reference, _checksums(problem.inputs, reference, {}))
 
 
 def make_cases(tunable: Tunable, workload: Workload, device: torch.device | str, seed: int = 0) -> list[Case]:
@@ -75,8 +75,9 @@ def judge(tunable: Tunable, case: Case, launch: Launch) -> Verdict:
 
 def require_unchanged(cases: Iterable[Case]) -> None:
     """Raise MemoryChanged if an input or a reference has changed."""
+    seen: dict[int, int] = {}
     for case in cases:
-        for name, now in _checksums(case.problem.inputs, case.reference).items():
+        for name, now in _checksums(case.problem.inputs, case.reference, seen).items():
             if now != case.checksums[name]:
                 raise MemoryChanged(f"{case.label + ': ' if case.label else ''}the launch changed {name}")
 
@@ -120,20 +121,30 @@ def poison(tensor: torch.Tensor) -> None:
 _SIGNED = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _checksums(inputs: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """One checksum a tensor, over the whole storage behind it: bytes outside a view count too. Waits for the device."""
+def _checksums(
+    inputs: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor], seen: dict[int, int]
+) -> dict[str, int]:
+    """One checksum a tensor, over the whole storage behind it: bytes outside a view count too. Waits for the device.
+
+    `seen` holds the sums of this pass by address: cases may share tensors (an expert's weights).
+    """
     named = {f"input {name!r}": tensor for name, tensor in inputs.items()}
     named |= {f"memory that is not its own (the reference {name!r})": tensor for name, tensor in reference.items()}
-    sums = {name: _storage_sum(tensor) for name, tensor in named.items()}
-    return {name: int(value) for name, value in sums.items()}
+    sums = {}
+    for name, tensor in named.items():
+        address = tensor.untyped_storage().data_ptr()
+        if address not in seen:
+            seen[address] = _storage_sum(tensor)
+        sums[name] = seen[address]
+    return sums
 
 
-def _storage_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """The storage's 8-byte words and last odd bytes added up, modulo 2^64; a scalar on the device."""
+def _storage_sum(tensor: torch.Tensor) -> int:
+    """The storage's 8-byte words and last odd bytes added up, modulo 2^64."""
     storage = tensor.untyped_storage()
     data = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
     whole = data.numel() // 8 * 8
-    return data[:whole].view(torch.int64).sum() + data[whole:].sum(dtype=torch.int64)
+    return int(data[:whole].view(torch.int64).sum() + data[whole:].sum(dtype=torch.int64))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from kerneltune.child import Child, ChildDied, ChildStartError, ChildTimeout, on
 from kerneltune.errors import UserError
 
 if TYPE_CHECKING:
-    from kerneltune.kernels.tunable import Config, Launch, Workload
+    from kerneltune.kernels.tunable import Config, Launch, Verdict, Workload
     from kerneltune.measure.gate import Case
     from kerneltune.measure.timing import Timing
 
@@ -36,7 +36,7 @@ class GpuWorker:
 
     def __init__(
         self,
-        kernel: str,
+        kernel: str | None,
         device_index: int | None = 0,
         *,
         trial_timeout_s: float = TRIAL_TIMEOUT_S,
@@ -45,7 +45,7 @@ class GpuWorker:
         """Begin to start the process.
 
         Args:
-            kernel: a registered name, or "package.module:NAME".
+            kernel: a registered name, or "package.module:NAME"; None: for `ceilings` only.
             device_index: torch's GPU number; None: the CPU, in Triton's interpreter, which can gate but not time.
         """
         self._kernel = kernel
@@ -100,19 +100,21 @@ class GpuWorker:
         budget_s: float = 5.0,
         seed: int = 0,
         gate: bool = True,
+        raw: bool = False,
         timeout_s: float | None = None,
     ) -> Reply:
         """Gate a whole config on the whole operation, then time it, or only the launches of `part`.
 
         Args:
             part: which part to time; "" or the only part of a kernel: everything.
-            stop_above_us: stop timing once the config is clearly slower; the reply is still "ok", `dropped` is True.
+            stop_above_us: stop timing once the config is clearly slower; the outcome is still "ok", with fewer samples.
             samples: at most so many; 0: gate only.
+            raw: add every sample, as "samples_us".
             timeout_s: of gate and timing together (default: the worker's `trial_timeout_s`).
 
         Returns:
-            {"outcome" (of records.OUTCOMES), "reason", "time_us", "p20_us", "p80_us", "samples" (how many), "samples_us",
-            "dropped", "launch_us", "error", "gate_s", "timing_s"}; times are None unless "ok" and timed.
+            Fields of `records.Trial`: "outcome", "reason", "time_us", "p20_us", "p80_us", "samples" (how many),
+            "launch_us", "error", "gate_s", "timing_s"; times are None unless "ok" and timed.
         """
         request = {
             "part": part,
@@ -121,6 +123,7 @@ class GpuWorker:
             "samples": samples,
             "budget_s": budget_s,
             "gate": gate,
+            "raw": raw,
         }
         return _empty_trial() | self._on_workload("trial", request, workload, seed, timeout_s or self._trial_timeout_s)
 
@@ -129,6 +132,7 @@ class GpuWorker:
         workload: Workload,
         configs: Sequence[Config],
         *,
+        part: str = "",
         rounds: int = FINAL_ROUNDS,
         samples: int = FINAL_SAMPLES,
         seed: int = 0,
@@ -136,6 +140,7 @@ class GpuWorker:
         """Gate each whole config, require that it repeats to the bit, then time those that pass in turns, in both orders.
 
         Args:
+            part: time only these launches, as in `trial`.
             samples: of one turn; a config gets `rounds * samples`.
 
         Returns:
@@ -148,7 +153,7 @@ class GpuWorker:
         passed = [number for number, reply in enumerate(replies) if reply["outcome"] == "ok"]
         if not passed:
             return replies
-        request = {"configs": [_plain(configs[n]) for n in passed], "rounds": rounds, "samples": samples}
+        request = {"part": part, "configs": [_plain(configs[n]) for n in passed], "rounds": rounds, "samples": samples}
         timed = self._on_workload(
             "interleave", request, workload, seed, self._trial_timeout_s + len(passed) * rounds * 2.0
         )
@@ -194,7 +199,10 @@ class GpuWorker:
             reply: Reply = self._child.request((method, request), timeout_s)
             fatal = reply.pop("fatal", False)
         except ChildTimeout:
-            reply, fatal = {"outcome": "timed_out", "reason": f"no result in {timeout_s:g} s; the process was killed"}, True
+            reply, fatal = (
+                {"outcome": "timed_out", "reason": f"no result in {timeout_s:g} s; the process was killed"},
+                True,
+            )
         except ChildDied as error:
             reply, fatal = {"outcome": "crashed", "reason": f"the GPU process died: {error}"}, True
         except ChildStartError as error:
@@ -211,16 +219,19 @@ class GpuWorker:
 
     def _spawn(self) -> Child:
         interpret = "1" if self._device_index is None else None
-        return Child("kerneltune.measure.worker:Measurer", self._kernel, self._device_index, env={"TRITON_INTERPRET": interpret})
+        return Child(
+            "kerneltune.measure.worker:Measurer", self._kernel, self._device_index, env={"TRITON_INTERPRET": interpret}
+        )
 
 
 class Measurer:
     """Answers (method, arguments) with a dict that has at least "outcome" and "reason"; never raises.
 
-    "fatal" is added when the CUDA context is unusable afterwards: this process must then be replaced.
+    "fatal" is added when this process must be replaced: its CUDA context is unusable, or memory that others rely on
+    (inputs, references) was overwritten.
     """
 
-    def __init__(self, kernel: str, device_index: int | None = 0) -> None:
+    def __init__(self, kernel: str | None, device_index: int | None = 0) -> None:
         """Load the kernel; with a GPU, make its context and warm its clocks."""
         import torch
 
@@ -230,8 +241,8 @@ class Measurer:
         self._device = "cpu" if device_index is None else f"cuda:{device_index}"
         self._launch_us = 0.0
         self._cases: list[Case] = []
-        self._remake: tuple[Workload, int] | None = None
-        self._tunable = resolve_tunable(kernel)
+        if kernel is not None:
+            self._tunable = resolve_tunable(kernel)
         if device_index is not None:
             import triton
 
@@ -253,8 +264,7 @@ class Measurer:
             reply = {"outcome": "ok", "reason": ""} | getattr(self, f"_{method}")(**arguments)
             self._synchronize()
         except MemoryChanged as error:
-            self._cases = []  # made anew by the next request
-            reply = {"outcome": "wrong", "reason": str(error)}
+            reply = {"outcome": "wrong", "reason": str(error), "fatal": True}
         except Exception as error:  # whatever a config can raise
             reply = self._failure(error)
         return reply
@@ -308,111 +318,110 @@ class Measurer:
         return {"ceilings": measure_ceilings(self._index).to_dict()}
 
     def _prepare(self, workload: Workload, seed: int) -> Reply:
-        begin = time.perf_counter()
-        self._cases = []  # free the former before making the next
-        self._remake = (workload, seed)
-        self._present_cases()
-        return {"prepare_s": time.perf_counter() - begin}
-
-    def _present_cases(self) -> list[Case]:
-        """The workload's cases, made anew if a launch has damaged them."""
         from kerneltune.measure.gate import make_cases
 
-        if not self._cases:
-            if self._remake is None:
-                raise RuntimeError("no workload has been prepared")
-            self._cases = make_cases(self._tunable, self._remake[0], self._device, self._remake[1])
-        return self._cases
+        begin = time.perf_counter()
+        self._cases = []  # free the former before making the next
+        self._cases = make_cases(self._tunable, workload, self._device, seed)
+        return {"prepare_s": time.perf_counter() - begin}
 
     def _trial(
-        self, part: str, config: Config, stop_above_us: float | None, samples: int, budget_s: float, gate: bool
+        self,
+        part: str,
+        config: Config,
+        stop_above_us: float | None,
+        samples: int,
+        budget_s: float,
+        gate: bool,
+        raw: bool,
     ) -> Reply:
-        from kerneltune.measure.gate import check
+        from kerneltune.measure import gate as gates
+        from kerneltune.measure.timing import time_launch
 
         reply: Reply = {"launch_us": self._launch_us}
         begin = time.perf_counter()
         if gate:
-            verdict = check(self._tunable, self._present_cases(), config)
+            verdict = gates.check(self._tunable, self._cases, config)
             reply |= {"error": verdict.error, "gate_s": time.perf_counter() - begin}
             if not verdict.ok:
                 return reply | {"outcome": "wrong", "reason": verdict.reason}
-        if samples > 0:
-            begin = time.perf_counter()
-            reply |= self._time(part, config, stop_above_us, samples, budget_s, gate)
-            reply["timing_s"] = time.perf_counter() - begin
-        return reply
-
-    def _time(
-        self, part: str, config: Config, stop_above_us: float | None, samples: int, budget_s: float, gate: bool
-    ) -> Reply:
-        """Time a config's launches and look at the outputs of the timed ones again."""
-        from kerneltune.measure import gate as gates
-        from kerneltune.measure.timing import time_launch
-
-        if self._index is None:
-            raise RuntimeError("no GPU: nothing is timed here")
-        case = self._present_cases()[0]
-        whole = self._tunable.launch(case.problem, config)
-        gates.run_poisoned(whole)
-        timed = whole
-        if part and len(self._tunable.parts) > 1:
-            timed = self._tunable.launch(case.problem, config, part)
+        if samples == 0:
+            return reply
+        begin = time.perf_counter()
+        whole, timed = self._launches(config, part)
         timing = time_launch(
             timed.run, flush=self._flush, samples=samples, budget_s=budget_s, stop_above_us=stop_above_us
         )
+        reply |= _timing_reply(timing)
+        if raw:
+            reply["samples_us"] = list(timing.samples_us)
         if gate:
-            self._require_right_after_timing(case, whole)
-        return _timing_reply(timing)
+            reply |= self._after_timing([whole], timed is not whole)[0]
+        return reply | {"timing_s": time.perf_counter() - begin}
 
-    def _require_right_after_timing(self, case: Case, launch: Launch) -> None:
+    def _launches(self, config: Config, part: str) -> tuple[Launch, Launch]:
+        """The whole operation, run once on poisoned memory, and what to time of it."""
+        from kerneltune.measure.gate import run_poisoned
+
+        if self._index is None:
+            raise RuntimeError("no GPU: nothing is timed here")
+        problem = self._cases[0].problem
+        whole = self._tunable.launch(problem, config)
+        run_poisoned(whole)
+        one_part = part and len(self._tunable.parts) > 1
+        return whole, self._tunable.launch(problem, config, part) if one_part else whole
+
+    def _after_timing(self, launches: Sequence[Launch], rerun: bool) -> list[Reply]:
+        """For each launch {} if its outputs are still right after all the replays, else a "wrong" without times.
+
+        Args:
+            rerun: only a part was timed: run the whole once more, on what the replays left behind.
+        """
         from kerneltune.measure import gate as gates
 
-        verdict = gates.judge(self._tunable, case, launch)
-        gates.require_unchanged([case])
-        if not verdict.ok:
-            raise gates.MemoryChanged(f"wrong after repeated launches: {verdict.reason}")
+        replies: list[Reply] = []
+        for launch in launches:
+            if rerun:
+                launch.run()
+            verdict = gates.judge(self._tunable, self._cases[0], launch)
+            replies.append({} if verdict.ok else _wrong_after_timing(verdict))
+        gates.require_unchanged(self._cases)
+        return replies
 
     def _vet(self, config: Config) -> Reply:
         """The gate, and the same bits in several launches."""
         from kerneltune.measure import gate as gates
 
         begin = time.perf_counter()
-        cases = self._present_cases()
-        verdict = gates.check(self._tunable, cases, config)
+        verdict = gates.check(self._tunable, self._cases, config)
         reply: Reply = {"launch_us": self._launch_us, "error": verdict.error}
         if not verdict.ok:
             reply |= {"outcome": "wrong", "reason": verdict.reason}
-        elif varies := gates.deterministic(self._tunable.launch(cases[0].problem, config)):
+        elif varies := gates.deterministic(self._tunable.launch(self._cases[0].problem, config)):
             reply |= {"outcome": "nondeterministic", "reason": varies}
         return reply | {"gate_s": time.perf_counter() - begin}
 
-    def _interleave(self, configs: Sequence[Config], rounds: int, samples: int) -> Reply:
+    def _interleave(self, part: str, configs: Sequence[Config], rounds: int, samples: int) -> Reply:
         from kerneltune.measure.timing import time_interleaved
 
-        if self._index is None:
-            raise RuntimeError("no GPU: nothing is timed here")
         begin = time.perf_counter()
-        case = self._present_cases()[0]
-        launches = [self._tunable.launch(case.problem, config) for config in configs]
+        launches = [self._launches(config, part) for config in configs]
         timings = time_interleaved(
-            [launch.run for launch in launches], flush=self._flush, rounds=rounds, samples_per_turn=samples
+            [timed.run for _, timed in launches], flush=self._flush, rounds=rounds, samples_per_turn=samples
         )
-        for launch in launches:
-            self._require_right_after_timing(case, launch)
+        after = self._after_timing(
+            [whole for whole, _ in launches], any(timed is not whole for whole, timed in launches)
+        )
         share_s = (time.perf_counter() - begin) / len(configs)
-        return {"timings": [_timing_reply(timing) | {"timing_s": share_s} for timing in timings]}
+        pairs = zip(timings, after, strict=True)
+        return {"timings": [_timing_reply(timing) | wrong | {"timing_s": share_s} for timing, wrong in pairs]}
+
+
+NO_TIMES: Reply = {"time_us": None, "p20_us": None, "p80_us": None, "samples": 0}
 
 
 def _empty_trial() -> Reply:
-    numbers = ("time_us", "p20_us", "p80_us", "error")
-    return dict.fromkeys(numbers) | {
-        "samples": 0,
-        "samples_us": [],
-        "dropped": False,
-        "launch_us": 0.0,
-        "gate_s": 0.0,
-        "timing_s": 0.0,
-    }
+    return NO_TIMES | {"error": None, "launch_us": 0.0, "gate_s": 0.0, "timing_s": 0.0}
 
 
 def _timing_reply(timing: Timing) -> Reply:
@@ -421,9 +430,12 @@ def _timing_reply(timing: Timing) -> Reply:
         "p20_us": timing.p20_us,
         "p80_us": timing.p80_us,
         "samples": len(timing.samples_us),
-        "samples_us": list(timing.samples_us),
-        "dropped": timing.dropped,
     }
+
+
+def _wrong_after_timing(verdict: Verdict) -> Reply:
+    reason = f"after repeated launches: {verdict.reason}"
+    return NO_TIMES | {"outcome": "wrong", "reason": reason, "error": verdict.error}
 
 
 def _plain(config: Config) -> dict[str, Any]:

@@ -39,7 +39,18 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @triton.jit
-def dot_rows(x_ptr, w_ptr, out_ptr, nonce_ptr, rows, k, stride_x, BLOCK_K: tl.constexpr, DEFECT: tl.constexpr, SPIN_NS: tl.constexpr):
+def dot_rows(
+    x_ptr,
+    w_ptr,
+    out_ptr,
+    nonce_ptr,
+    rows,
+    k,
+    stride_x,
+    BLOCK_K: tl.constexpr,
+    DEFECT: tl.constexpr,
+    SPIN_NS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     acc = tl.zeros([BLOCK_K], dtype=tl.float32)
     end = k
@@ -100,7 +111,9 @@ class Toy:
             w = torch.randn(k, generator=generator).to(dtype).to(device)
         return Problem(workload, {"x": x, "w": w})
 
-    def edge_problems(self, workload: Workload, device: torch.device | str, seed: int = 0) -> Iterator[tuple[str, Problem]]:
+    def edge_problems(
+        self, workload: Workload, device: torch.device | str, seed: int = 0
+    ) -> Iterator[tuple[str, Problem]]:
         for rows, k in ((1, 1), (3, 95)):
             yield f"rows={rows} k={k}", self.make_problem(dict(workload) | {"rows": rows, "k": k}, device, seed)
 
@@ -124,7 +137,9 @@ class Toy:
     def reference(self, problem: Problem) -> dict[str, torch.Tensor]:
         return {"out": problem.inputs["x"].double() @ problem.inputs["w"].double()}
 
-    def compare(self, outputs: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor], problem: Problem) -> Verdict:
+    def compare(
+        self, outputs: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor], problem: Problem
+    ) -> Verdict:
         scale = (problem.inputs["x"].double().abs() @ problem.inputs["w"].double().abs()).clamp_min(1e-6)
         errors = (outputs["out"].double() - reference["out"]).abs() / scale
         error = float(errors.nan_to_num(nan=float("inf")).max())
@@ -167,9 +182,19 @@ class TwoToys(Toy):
         return {part: dict(super(TwoToys, self).default_config(workload, device)) for part in self.parts}
 
     def launch(self, problem: Problem, config: Config, part: str | None = None) -> Launch:
-        wide = problem.extra.setdefault("wide", torch.empty(problem.inputs["x"].shape[0], dtype=problem.inputs["x"].dtype, device=problem.inputs["x"].device))
+        wide = problem.extra.setdefault(
+            "wide",
+            torch.empty(
+                problem.inputs["x"].shape[0], dtype=problem.inputs["x"].dtype, device=problem.inputs["x"].device
+            ),
+        )
         first = super().launch(problem, config["first"])
-        first.calls[0] = KernelCall(first.calls[0].fn, first.calls[0].grid, (*first.calls[0].args[:2], wide, *first.calls[0].args[3:]), first.calls[0].options)
+        first.calls[0] = KernelCall(
+            first.calls[0].fn,
+            first.calls[0].grid,
+            (*first.calls[0].args[:2], wide, *first.calls[0].args[3:]),
+            first.calls[0].options,
+        )
         two = problem.extra.setdefault("two", torch.full((1,), 2.0, dtype=wide.dtype, device=wide.device))
         second = super().launch(Problem(problem.workload, {"x": wide.view(-1, 1), "w": two}), config["second"])
         if part == "first":
@@ -181,7 +206,9 @@ class TwoToys(Toy):
     def reference(self, problem: Problem) -> dict[str, torch.Tensor]:
         return {"out": 2 * super().reference(problem)["out"]}
 
-    def compare(self, outputs: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor], problem: Problem) -> Verdict:
+    def compare(
+        self, outputs: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor], problem: Problem
+    ) -> Verdict:
         halved = {"out": outputs["out"].double() / 2}
         return super().compare(halved, {"out": reference["out"] / 2}, problem)
 
