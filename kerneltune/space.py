@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from kerneltune.errors import UserError
 from kerneltune.expressions import FUNCTIONS, Expression, parse_expression, suggest
 from kerneltune.kernels.device import Device
-from kerneltune.kernels.tables import KEYS
+from kerneltune.kernels.table_format import KEYS
 from kerneltune.registry import KERNELS
 
 if TYPE_CHECKING:
@@ -301,11 +301,11 @@ def _rules(value: object, names: tuple[str, ...], path: str) -> tuple[Rule, ...]
 
 def _ladder(value: object, scaled: tuple[str, ...], path: str, key: str) -> Ladder:
     table = check_table(value, path, key, (*scaled, "where"))
-    values = {}
+    values: dict[str, list[int]] = {}
     for name in scaled:
         items = table.get(name)
-        good = isinstance(items, list) and items and all(type(item) is int and item > 0 for item in items)
-        if not good or len(set(items)) != len(items):
+        numbers = isinstance(items, list) and items and all(type(item) is int and item > 0 for item in items)
+        if not isinstance(items, list) or not numbers or len(set(items)) != len(items):
             raise UserError(
                 f"{path}: {key}.{name}: expected a list of different positive whole numbers, got {items!r:.80}"
             )

@@ -8,7 +8,6 @@ inside its function, so that `--help` loads neither torch nor the tuner.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -54,8 +53,6 @@ def build_app() -> typer.Typer:
             print(context.get_help())
 
     for name in COMMANDS:
-        if importlib.util.find_spec(f"kerneltune.cli.{name}") is None:
-            continue  # not landed yet
         importlib.import_module(f"kerneltune.cli.{name}").register(app)
     return app
 

@@ -1,0 +1,194 @@
+"""What a table file must look like, checked by hand: it decides what a server launches, so nothing is taken on trust.
+
+A table says which config is best for each workload on one device (one file per kernel, dtype and device). The
+file may be damaged or hostile: size, depth and every field that is used are checked, and a fault is one line naming the
+field. The standard library is enough, and JSON is the whole format: nothing in it is ever run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+SCHEMA = 1
+MAX_BYTES = 16 << 20
+MAX_ENTRIES = 100_000
+MAX_DEPTH = 8  # table, entries, entry, config, part is 5
+MAX_TEXT = 200  # characters of a string that decides something
+MAX_NUMBER = 2**31
+
+FLAGS = frozenset({"causal", "bias"})
+TEXTS = frozenset({"dtype", "kv_dtype", "w_dtype", "group", "activation", "lengths", "routing"})
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Which workload keys a table matches exactly, to the nearest entry, and as a hint of the input class."""
+
+    exact: tuple[str, ...]
+    scaled: tuple[str, ...]
+    input: str
+    usual_input: str  # the class preferred when the caller gives none
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """Every workload key."""
+        return (*self.exact, *self.scaled, self.input)
+
+
+KEYS = {
+    "mla-decode": Keys(
+        exact=(
+            *("dtype", "kv_dtype", "heads", "h_kv", "s_q", "causal", "page_size"),
+            *("kv_lora_rank", "qk_rope_head_dim"),
+        ),
+        scaled=("batch", "kv_len"),
+        input="lengths",
+        usual_input="equal",
+    ),
+    "moe": Keys(
+        exact=("dtype", "w_dtype", "group", "E", "global_E", "N", "K", "top_k", "activation", "bias"),
+        scaled=("tokens",),
+        input="routing",
+        usual_input="uniform",
+    ),
+}
+
+
+class TableError(ValueError):
+    """Why a file is not a table: one line naming the field."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A file that has been read and found sound."""
+
+    path: str
+    kernel: str
+    device: Mapping[str, Any]
+    provenance: Mapping[str, Any]
+    entries: Sequence[Mapping[str, Any]]
+    by_exact: Mapping[tuple[Any, ...], Sequence[Mapping[str, Any]]]  # values of the exact keys -> entries
+
+
+def parse_table(data: bytes, path: str = "") -> Table:
+    """Check the bytes of a table, by hand and completely: every field that is used later, and the sizes of all.
+
+    Raises:
+        TableError: naming the field and what was expected.
+    """
+    if len(data) > MAX_BYTES:
+        raise TableError(f"expected at most {MAX_BYTES} bytes")
+    try:
+        raw = json.loads(data.decode(), parse_constant=_reject_constant)
+    except RecursionError:
+        raise TableError(f"nested more than {MAX_DEPTH} deep") from None
+    except ValueError as error:  # cut off, not JSON, not UTF-8, a number of thousands of digits
+        raise TableError(f"not valid JSON: {error}") from None
+    _check_depth(raw, MAX_DEPTH)
+    table = _mapping(raw, "the file")
+    if type(table.get("schema")) is not int or table["schema"] != SCHEMA:
+        raise TableError(f"schema: expected {SCHEMA}, got {_shown(table.get('schema'))}")
+    kernel = _text(table.get("kernel"), "kernel")
+    if kernel not in KEYS:
+        raise TableError(f"kernel: unknown kernel {kernel!r}, expected one of {', '.join(KEYS)}")
+    device = _mapping(table.get("device"), "device")
+    _text(device.get("name"), "device.name")
+    _whole(device.get("sm_count"), "device.sm_count")
+    provenance = _mapping(table.get("provenance", {}), "provenance")
+    entries = table.get("entries")
+    if not isinstance(entries, list):
+        raise TableError(f"entries: expected a list, got {_shown(entries)}")
+    if len(entries) > MAX_ENTRIES:
+        raise TableError(f"entries: expected at most {MAX_ENTRIES}, got {len(entries)}")
+    by_exact: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for number, entry in enumerate(entries):
+        _check_entry(entry, KEYS[kernel], f"entries[{number}]")
+        by_exact.setdefault(tuple(entry["workload"][name] for name in KEYS[kernel].exact), []).append(entry)
+    return Table(path, kernel, device, provenance, entries, by_exact)
+
+
+def _reject_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number that JSON has")
+
+
+def _check_depth(value: object, left: int) -> None:
+    if isinstance(value, dict | list):
+        if left == 0:
+            raise TableError(f"nested more than {MAX_DEPTH} deep")
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_depth(item, left - 1)
+
+
+def _check_entry(entry: object, keys: Keys, where: str) -> None:
+    fields = _mapping(entry, where)
+    workload = _mapping(fields.get("workload"), f"{where}.workload")
+    for name in keys.all:
+        field = f"{where}.workload.{name}"
+        if name not in workload:
+            raise TableError(f"{field}: is missing")
+        if name in TEXTS:
+            _text(workload[name], field)
+        elif name in FLAGS:
+            if not isinstance(workload[name], bool):
+                raise TableError(f"{field}: expected true or false, got {_shown(workload[name])}")
+        else:
+            _whole(workload[name], field)
+    if len(workload) != len(keys.all):
+        unknown = next(name for name in workload if name not in keys.all)
+        raise TableError(f"{where}.workload: unknown key {unknown!r:.80}; it may decide what fits")
+    config = _mapping(fields.get("config"), f"{where}.config")
+    if not config:
+        raise TableError(f"{where}.config: expected parameters, got none")
+    for name, value in config.items():
+        for inner, item in value.items() if isinstance(value, dict) else [("", value)]:
+            _check_parameter(item, f"{where}.config.{name}{'.' if inner else ''}{inner}")
+    for part in ("measured", "loss"):
+        for name, value in _mapping(fields.get(part, {}), f"{where}.{part}").items():
+            _check_finite(value, f"{where}.{part}.{name}")
+    for name, value in _mapping(fields.get("loss", {}).get("inputs", {}), f"{where}.loss.inputs").items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TableError(f"{where}.loss.inputs.{name}: expected a number, got {_shown(value)}")
+
+
+def _check_parameter(value: object, where: str) -> None:
+    if isinstance(value, str):
+        _text(value, where)
+    elif not isinstance(value, bool | int) or abs(value) >= MAX_NUMBER:
+        raise TableError(f"{where}: expected a whole number, a text or true or false, got {_shown(value)}")
+
+
+def _check_finite(value: object, where: str) -> None:
+    if isinstance(value, dict):
+        for name, item in value.items():
+            _check_finite(item, f"{where}.{name}")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise TableError(f"{where}: expected a finite number, got {value}")
+
+
+def _mapping(value: object, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TableError(f"{where}: expected an object, got {_shown(value)}")
+    return value
+
+
+def _text(value: object, where: str) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_TEXT:
+        raise TableError(f"{where}: expected a text of 1 to {MAX_TEXT} characters, got {_shown(value)}")
+    return value
+
+
+def _whole(value: object, where: str) -> int:
+    if type(value) is not int or not 0 < value < MAX_NUMBER:
+        raise TableError(f"{where}: expected a whole number from 1, got {_shown(value)}")
+    return value
+
+
+def _shown(value: object) -> str:
+    """A value for a message: never long, never several lines."""
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "a list"
+    return "nothing" if value is None else f"{value!r:.60}"

@@ -1,0 +1,291 @@
+"""Tables as the tool writes them: entries merged into files, installed for the kernels to find, and explained.
+
+Reading and matching are `kerneltune.kernels.tables`, the very code that serves a launch. A table is written whole,
+under a lock and by a rename, so a reader sees the old file or the new one. Writing merges: an entry replaces the one
+for the same workload and input class, all others stay. An entry that was measured with other software than the rest of
+its file keeps its own `provenance`.
+
+`loss` of an entry holds fractions of time lost against the best: `inputs`, by input class, is what a lookup without a
+class goes by.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kerneltune.errors import UserError
+from kerneltune.kernels import tables as launch_tables
+from kerneltune.kernels.table_format import KEYS, SCHEMA, Table, TableError, parse_table
+from kerneltune.kernels.tables import Match
+
+if TYPE_CHECKING:
+    from kerneltune.kernels.device import Device
+
+LOCK_SECONDS = 60.0  # a merge takes milliseconds: whoever holds the lock for longer is stuck
+SAME_SOFTWARE = ("kernel_hash", "triton", "torch", "driver", "versions", "source")  # what makes measurements comparable
+
+
+def make_entry(
+    workload: Mapping[str, Any],
+    config: Mapping[str, Any],
+    measured: Mapping[str, Any],
+    loss: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """One entry of a table: DESIGN's four fields, in their order."""
+    return {"workload": dict(workload), "config": dict(config), "measured": dict(measured), "loss": dict(loss or {})}
+
+
+def make_table(
+    kernel: str, device: Mapping[str, Any], provenance: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """A whole table, ready for `write_table`."""
+    return {
+        "schema": SCHEMA,
+        "kernel": kernel,
+        "device": dict(device),
+        "provenance": dict(provenance),
+        "entries": [dict(entry) for entry in entries],
+    }
+
+
+def table_file_name(kernel: str, dtype: str, device_name: str) -> str:
+    """One file per kernel, dtype and device: "mla-decode.bf16.nvidia-h200.json"."""
+    from kerneltune.device import slug
+
+    return f"{kernel}.{dtype}.{slug(device_name)}.json"
+
+
+def add_entry(
+    folder: Path,
+    kernel: str,
+    device: Mapping[str, Any],
+    provenance: Mapping[str, Any],
+    entry: Mapping[str, Any],
+) -> Path:
+    """Merge one finished workload into its table in `folder`; the path of the file."""
+    path = folder / table_file_name(kernel, entry["workload"]["dtype"], device["name"])
+    write_table(path, make_table(kernel, device, provenance, [entry]))
+    return path
+
+
+def write_table(path: Path, table: Mapping[str, Any]) -> None:
+    """Merge `table` into `path`, creating it where it is not there.
+
+    A damaged file in its place is moved aside to `<name>.damaged`.
+
+    Raises:
+        UserError: `path` holds another kernel's or device's table, or stays locked by another process.
+        OSError: the folder cannot be written.
+    """
+    from filelock import FileLock, Timeout
+
+    parse_table(_encode(table))  # nothing is written that a launch would refuse
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(path.parent / f".{path.name}.lock", timeout=LOCK_SECONDS):
+            _replace(path, _encode(_merge(_present(path), table, path)))
+    except Timeout:
+        raise UserError(f"{path} has been locked by another process for {LOCK_SECONDS:.0f} s") from None
+    launch_tables.forget()
+
+
+def load_table(path: str | os.PathLike[str]) -> Table:
+    """Read one table: `.kernel`, `.device`, `.provenance`, `.entries`.
+
+    Raises:
+        UserError: it is not there or not sound; the message names the field.
+    """
+    try:
+        return launch_tables.read_table(path)
+    except TableError as error:
+        raise UserError(f"{os.fspath(path)}: {error}") from None
+    except OSError as error:
+        raise UserError(f"{os.fspath(path)}: cannot be read: {error.strerror}") from None
+
+
+def lookup(
+    kernel: str,
+    workload: Mapping[str, Any],
+    device: Device | None = None,
+    *,
+    tables: Sequence[str | os.PathLike[str]] | None = None,
+) -> Match | None:
+    """The entry that a launch of `kernel` on this workload would use; None: the default config.
+
+    Args:
+        workload: what is not named is as the kernel's defaults; the input class counts only if named.
+        device: the GPU here if left out.
+        tables: files or folders looked at before the usual places.
+
+    Raises:
+        ValueError: unknown kernel or bad workload.
+        UserError: no device was given and there is no GPU here (exit code 3).
+    """
+    return launch_tables.find(kernel, host_workload(kernel, workload), device or _device_here(), tables=tables)
+
+
+def install(path: Path) -> Path:
+    """Merge a table into the user's folder, where the kernels find it; the path there."""
+    target = Path(launch_tables.user_folder()) / path.name
+    write_table(target, as_dict(load_table(path)))
+    return target
+
+
+def shipped_tables() -> list[Path]:
+    """The tables that come with the package."""
+    return [Path(path) for source in launch_tables.sources() if source.name == "shipped" for path in source.files]
+
+
+def as_dict(table: Table) -> dict[str, Any]:
+    """The JSON form of a table that was read."""
+    return make_table(table.kernel, table.device, table.provenance, table.entries)
+
+
+def host_workload(kernel: str, workload: Mapping[str, Any]) -> dict[str, Any]:
+    """The complete workload as an op sees it: without an input class unless one is named.
+
+    Raises:
+        ValueError: unknown kernel or bad workload.
+    """
+    from kerneltune.registry import load_tunable
+
+    complete = dict(load_tunable(kernel).complete_workload(workload))
+    if KEYS[kernel].input not in workload:
+        complete.pop(KEYS[kernel].input, None)
+    return complete
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """The entry that came closest without fitting, and each field that kept it out."""
+
+    path: str
+    entry: Mapping[str, Any]
+    differs: tuple[str, ...]
+
+
+def nearest(
+    kernel: str,
+    workload: Mapping[str, Any],
+    device: Device,
+    tables: Sequence[str | os.PathLike[str]] | None = None,
+) -> Nearest | None:
+    """Of all entries of this kernel in all places, the one with the fewest differing fields; None: there is none."""
+    best: Nearest | None = None
+    for source in launch_tables.sources(tables):
+        for path in source.files:
+            try:
+                table = launch_tables.read_table(path)
+            except (TableError, OSError):
+                continue  # the lookup before this has warned of it
+            if table.kernel != kernel:
+                continue
+            for entry in table.entries:
+                differs = _differences(kernel, table, entry["workload"], workload, device)
+                if best is None or len(differs) < len(best.differs):
+                    best = Nearest(path, entry, differs)
+    return best
+
+
+def _differences(
+    kernel: str, table: Table, entry: Mapping[str, Any], workload: Mapping[str, Any], device: Device
+) -> tuple[str, ...]:
+    keys = KEYS[kernel]
+    found = []
+    for name, here in (("name", device.name), ("sm_count", device.sm_count)):
+        if table.device[name] != here:
+            found.append(f"device.{name}: {table.device[name]} there, {here} here")
+    for name in keys.exact:
+        if entry[name] != workload.get(name):
+            found.append(f"{name}: {entry[name]} there, {workload.get(name)} asked for")
+    for name in keys.scaled:
+        asked = max(workload.get(name, 0), 1)
+        if not 1 / launch_tables.BOUND <= entry[name] / asked <= launch_tables.BOUND:
+            bound = f"{launch_tables.BOUND:g}"
+            found.append(f"{name}: {entry[name]} there, {asked} asked for, more than a factor of {bound} apart")
+    return tuple(found)
+
+
+def _device_here() -> Device:
+    from kerneltune.device import detect
+    from kerneltune.errors import NO_GPU
+
+    device = detect()
+    if device is None:
+        raise UserError("no GPU is visible here: name a device", NO_GPU)
+    return device
+
+
+def _present(path: Path) -> dict[str, Any] | None:
+    """What lies at `path`; a damaged file is moved aside first."""
+    if not path.exists():
+        return None
+    try:
+        return as_dict(parse_table(path.read_bytes(), str(path)))
+    except TableError as error:
+        import warnings
+
+        aside = path.with_name(f"{path.name}.damaged")
+        os.replace(path, aside)
+        warnings.warn(f"{path} was not a sound table ({error}); it is now {aside.name}", UserWarning, stacklevel=3)
+        return None
+
+
+def _merge(old: dict[str, Any] | None, new: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    if old is None:
+        old = dict(new, entries=[])
+    if old["kernel"] != new["kernel"]:
+        raise UserError(f"{path} holds a table of {old['kernel']}, not of {new['kernel']}; choose another folder")
+    for field in ("name", "sm_count"):
+        if old["device"][field] != new["device"][field]:
+            differs = f"device.{field} is {old['device'][field]}, not {new['device'][field]}"
+            raise UserError(f"{path} holds another device's table ({differs}); choose another folder")
+    keys = KEYS[new["kernel"]]
+    merged: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for table in (old, new):
+        for entry in table["entries"]:
+            own = entry.get("provenance", table["provenance"])
+            entry = {name: value for name, value in entry.items() if name != "provenance"}
+            entry["workload"] = {name: entry["workload"][name] for name in keys.all}  # canonical order
+            if _software(own) != _software(new["provenance"]):
+                entry["provenance"] = own
+            merged[tuple(entry["workload"].values())] = entry
+    return make_table(new["kernel"], new["device"], new["provenance"], [merged[key] for key in sorted(merged)])
+
+
+def _software(provenance: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(provenance.get(name) for name in SAME_SOFTWARE)
+
+
+def _encode(table: Mapping[str, Any]) -> bytes:
+    """JSON with an entry a line, so that a diff shows which workloads changed."""
+    head = {name: table[name] for name in ("schema", "kernel", "device", "provenance")}
+    lines = [f" {json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in head.items()]
+    entries = ",\n".join(f"  {json.dumps(entry, allow_nan=False)}" for entry in table["entries"])
+    lines.append(f' "entries": [\n{entries}\n ]' if entries else ' "entries": []')
+    return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Put `data` at `path`, whole or not at all, also when the machine stops."""
+    if path.exists() and path.read_bytes() == data:
+        return
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the new name too must be on the disk
+    finally:
+        os.close(folder)
