@@ -123,6 +123,9 @@ def make_sampler(name: str, seed: int, coordinates: Sequence[Mapping[str, int]])
         warnings.simplefilter("ignore")
         match name:
             case "default" | "gp":
+                import torch
+
+                torch.set_num_threads(1)  # small matrices: threads cost time, and compiles need the cores
                 return optuna.samplers.GPSampler(
                     seed=seed, n_startup_trials=STARTUP_TRIALS, deterministic_objective=True
                 )
