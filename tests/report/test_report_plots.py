@@ -16,6 +16,8 @@ from tests.report import sample
 
 NAMES = {"roofline.png", "roofline.svg", "convergence.png", "convergence.svg"}
 
+pytestmark = pytest.mark.xdist_group("plots")  # drawn once
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -87,11 +89,10 @@ def test_no_text_of_the_roofline_overlaps(folder: Path) -> None:
 def test_points_lie_where_the_figures_say(folder: Path) -> None:
     rows = read_report(find_folders(folder), "mla-decode").rows
     axes = roofline(rows, sample.CEILINGS.to_dict()).axes[0]
-    drawn = [
-        xy for line in axes.get_lines() if line.get_marker() != "None" for xy in zip(*line.get_data(), strict=True)
-    ]
+    drawn = np.concatenate([np.asarray(line.get_xydata()) for line in axes.get_lines()])
     for row in rows:
-        assert any(np.allclose(xy, (row.intensity, row.tflops)) for xy in drawn)
+        point = np.array([row.intensity, row.tflops], dtype=float)
+        assert np.isclose(drawn, point).all(axis=1).any()
 
 
 def test_roofs_close_together_share_a_label(folder: Path) -> None:
