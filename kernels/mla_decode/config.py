@@ -1,0 +1,139 @@
+"""The parameters of one MLA decode launch: what they mean, which can run, and a decent choice for any GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from kerneltune.kernels.device import Device
+
+WARP_COUNTS = (1, 2, 4, 8, 16)
+SCRATCH_SHARE = 4  # partial results may take 1/4 of the device's memory
+
+
+@dataclass(frozen=True)
+class Config:
+    """One point of the search space."""
+
+    BLOCK_H: int  # query rows (heads x s_q of one KV head) of a tile
+    BLOCK_N: int  # keys of a tile
+    num_splits: int  # parts that each request's keys are divided into; 1: no combine launch
+    num_warps: int
+    num_stages: int  # depth of the software pipeline over tiles of keys
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> Config:
+        """The inverse of `to_dict`.
+
+        Raises:
+            ValueError: a key is missing, unknown or not an int.
+        """
+        names = [field.name for field in fields(cls)]
+        if sorted(config) != sorted(names) or any(type(config[name]) is not int for name in names):
+            raise ValueError(f"config of mla-decode must hold the integers {', '.join(names)}: got {dict(config)}")
+        return cls(**config)
+
+    def to_dict(self) -> dict[str, int]:
+        """As tables and records store it."""
+        return asdict(self)
+
+
+# Tiles to choose from, the best first, by the least number of rows that they are meant for. Measured on an H200, bf16:
+# 128 heads want 64 rows (32 rows: 3 % slower at batch 128), 16 heads want 64 keys (32 keys: 4 % slower).
+TILES = {
+    33: (Config(64, 64, 1, 8, 2), Config(32, 64, 1, 4, 2), Config(32, 32, 1, 4, 2)),
+    17: (Config(32, 64, 1, 4, 2), Config(32, 32, 1, 4, 2)),
+    1: (Config(16, 64, 1, 4, 2), Config(16, 32, 1, 4, 2), Config(16, 16, 1, 4, 2), Config(16, 16, 1, 4, 1)),
+}
+MAX_SPLITS = 128
+KEYS_PER_SPLIT = 128  # a shorter split costs more to start and to merge than it saves
+# Costs in the time of one tile of keys, fitted to 864 measured configs of 4 workloads on an H200.
+START_COST = 4.0  # to start a program and fill its pipeline
+COMBINE_COST = 2.0  # to launch the combine
+MERGE_COST = 1 / 16  # to merge one more split
+
+
+def default_config(workload: Mapping[str, Any], device: Device) -> Config:
+    """A decent config for any GPU, always valid there: the largest tile that fits, split to fill the GPU evenly."""
+    rows = workload["s_q"] * workload["heads"] // workload["h_kv"]
+    for least_rows, tiles in TILES.items():
+        for tile in tiles if rows >= least_rows else ():
+            if is_valid(tile, workload, device) is None:
+                return replace(tile, num_splits=_default_splits(tile, rows, workload, device))
+    return TILES[1][-1]
+
+
+def _default_splits(tile: Config, rows: int, workload: Mapping[str, Any], device: Device) -> int:
+    """The number of splits that a simple model of waves over the GPU gives the least time."""
+    programs = -(-rows // tile.BLOCK_H) * workload["batch"] * workload["h_kv"]
+    # 1 KB of an SM's shared memory is the system's, once for each block; a block of 4 warps with 255 registers a
+    # thread takes half of an SM's register file.
+    by_shared = (device.shared_memory_per_block + 1024) // (shared_bytes(tile, workload, device) + 1024)
+    slots = device.sm_count * max(1, min(by_shared, 8 // tile.num_warps))
+    key_tiles = -(-workload["kv_len"] // tile.BLOCK_N)
+
+    def cost(splits: int) -> float:
+        waves = -(-programs * splits // slots)
+        combine = COMBINE_COST + MERGE_COST * splits if splits > 1 else 0.0
+        return waves * (-(-key_tiles // splits) + START_COST) + combine
+
+    most = max(1, min(MAX_SPLITS, workload["kv_len"] // KEYS_PER_SPLIT))
+    fitting = [n for n in range(1, most + 1) if is_valid(replace(tile, num_splits=n), workload, device) is None]
+    return min(fitting, key=cost)
+
+
+def is_valid(config: Config, workload: Mapping[str, Any], device: Device) -> str | None:
+    """None, or why this config cannot run: the one statement of the constraints, for the space and for the launcher."""
+    for name in ("BLOCK_H", "BLOCK_N"):
+        size = getattr(config, name)
+        if size < 16 or size & (size - 1):
+            return f"{name} {size}: must be a power of two, at least 16"
+    if config.num_warps not in WARP_COUNTS:
+        return f"num_warps {config.num_warps}: must be one of {', '.join(map(str, WARP_COUNTS))}"
+    if config.num_warps * device.warp_size > 1024:
+        return f"num_warps {config.num_warps}: {device.arch} runs at most {1024 // device.warp_size} in a block"
+    if config.num_stages < 1 or config.num_splits < 1:
+        return f"num_stages {config.num_stages} and num_splits {config.num_splits}: must be at least 1"
+    needed = shared_bytes(config, workload, device)
+    if needed > device.shared_memory_per_block:
+        return f"shared memory: needs {needed} B, device has {device.shared_memory_per_block} B"
+    scratch = scratch_bytes(config, workload)
+    if scratch > device.memory_bytes // SCRATCH_SHARE:
+        return f"scratch: num_splits {config.num_splits} needs {scratch} B of {device.memory_bytes} B of device memory"
+    return None
+
+
+def scratch_bytes(config: Config, workload: Mapping[str, Any]) -> int:
+    """Device memory that the partial results take: float32, one row of output and one lse for each split."""
+    if config.num_splits == 1:
+        return 0
+    rows = workload["batch"] * workload["s_q"] * workload["heads"]
+    return 4 * rows * config.num_splits * (workload["kv_lora_rank"] + 1)
+
+
+def shared_bytes(config: Config, workload: Mapping[str, Any], device: Device) -> int:
+    """Shared memory that the split kernel needs: Q, the buffers of the pipeline, or the float32 result on its way out.
+
+    Triton adds up to a few KB of its own (P, reductions), and more with one stage, so this is a lower bound: what it
+    rejects cannot fit, and where it is too small the compiler says so. The tests compare it with compiles.
+    """
+    element = 2  # bytes of bf16 and fp16
+    latent, rope = block_width(workload["kv_lora_rank"]), block_width(workload["qk_rope_head_dim"])
+    if device.backend == "hip":
+        return config.BLOCK_N * latent * element
+    q = config.BLOCK_H * (latent + rope) * element
+    kv = config.BLOCK_N * (latent + rope) * element
+    result = config.BLOCK_H * latent * 4
+    return max(q + pipeline_buffers(config, device) * kv, result if config.BLOCK_H >= 64 else 0)
+
+
+def pipeline_buffers(config: Config, device: Device) -> int:
+    """Tiles of KV held at once: one more on Hopper's matrix unit, which still reads the last one while it works."""
+    asynchronous = device.arch == "sm_90" and config.BLOCK_H >= 64 and config.num_warps % 4 == 0
+    return max(1, config.num_stages if asynchronous else config.num_stages - 1)
+
+
+def block_width(width: int) -> int:
+    """The block that holds `width` columns: a power of two, and at least the 16 of a matrix instruction."""
+    return max(16, 1 << (width - 1).bit_length())

@@ -1,0 +1,354 @@
+"""The public MLA decode calls: check the arguments, choose a config, launch.
+
+Nothing here reads GPU memory or waits for the GPU. The launch path is kept lean: what depends only on shapes (the
+choice of a config) is computed once for each shape.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+
+from kerneltune.kernels.device import Device, current_device
+from kerneltune.kernels.mla_decode.combine import combine_kernel
+from kerneltune.kernels.mla_decode.config import Config, block_width, default_config, is_valid
+from kerneltune.kernels.mla_decode.triton_split_kv import split_kv_kernel
+from kerneltune.kernels.tunable import KernelCall
+
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+MAX_S_Q = 8
+MAX_HEADS = 128
+MAX_PAGE_SIZE = 128
+COMBINE_COLUMNS = 64  # columns of a combine program: 16 rows x 8 programs fill an H200 at batch 1
+COMBINE_SPLITS = (4, 16, 64)  # splits it merges at a time: few values, so few compiles
+
+
+def mla_decode(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool = False,
+    kv_lora_rank: int = 512,
+    max_kv_len: int | None = None,
+    config: Mapping[str, int] | Config | None = None,
+    out: torch.Tensor | None = None,
+    lengths: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of s_q new tokens over a paged latent cache: softmax(softmax_scale * q k^T) v, v = k[..., :kv_lora_rank].
+
+    Args:
+        q: [batch, s_q, heads, d_qk] bf16 or fp16, any strides with the last 1; s_q 1 to 8, heads 1 to 128.
+        kv_cache: [num_pages, page_size, h_kv, d_qk] like q; page_size 1 to 128; heads % h_kv == 0.
+        block_table: [batch, max_pages] int32: the page of tokens page_size * i and on. Entries past the length are not
+            read and may hold anything, as may the cache past the length.
+        cache_seqlens: [batch] int32, cached tokens of each request (the new ones included), 0 to max_pages * page_size.
+        causal: query i sees the keys before length - s_q + 1 + i; otherwise all.
+        kv_lora_rank: latent width, which is also the width of v.
+        max_kv_len: upper bound of cache_seqlens, for choosing a config (default: what the block table can hold).
+        config: launch parameters; None takes the tuned table's, or the default.
+        out: where to put the result, like the returned out.
+        lengths: which input class the table should assume ("equal" or "spread"); None: whichever loses least.
+
+    Returns:
+        out [batch, s_q, heads, kv_lora_rank] like q, and lse [batch, heads, s_q] float32, natural log. A query that
+        sees no key has out 0 and lse -inf.
+
+    Raises:
+        ValueError: shapes, dtypes or the config do not fit.
+    """
+    _check(q, kv_cache, block_table, cache_seqlens, softmax_scale, kv_lora_rank)
+    return _run(
+        q,
+        kv_cache,
+        block_table,
+        cache_seqlens,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        kv_lora_rank=kv_lora_rank,
+        max_kv_len=max_kv_len,
+        config=config,
+        out=out,
+        lengths=lengths,
+        empty_lse=float("-inf"),
+    )
+
+
+def flash_mla_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: Any,
+    num_splits: Any = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: torch.Tensor | None = None,
+    **unsupported: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`mla_decode` with the arguments and conventions of FlashMLA's function of this name (dense decode).
+
+    `tile_scheduler_metadata` and `num_splits` are accepted and not used: work is divided on the GPU. softmax_scale
+    defaults to d_qk ** -0.5. A query that sees no key has lse +inf.
+
+    Raises:
+        ValueError: sparse indices, an fp8 cache or another option that is not supported, or what `mla_decode` rejects.
+    """
+    if is_fp8_kvcache:
+        raise ValueError("is_fp8_kvcache=True is not supported: the KV cache must be bf16 or fp16, like q")
+    if indices is not None:
+        raise ValueError("indices (sparse attention) is not supported: leave it out to attend to the whole cache")
+    given = [name for name, value in unsupported.items() if value is not None and value is not False]
+    if given:
+        raise ValueError(f"not supported by flash_mla_with_kvcache: {', '.join(given)}")
+    if block_table is None or cache_seqlens is None:
+        raise ValueError("block_table and cache_seqlens must be given: only dense attention is supported")
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    _check(q, k_cache, block_table, cache_seqlens, scale, head_dim_v)
+    return _run(
+        q,
+        k_cache,
+        block_table,
+        cache_seqlens,
+        softmax_scale=scale,
+        causal=causal,
+        kv_lora_rank=head_dim_v,
+        empty_lse=float("inf"),
+    )
+
+
+def get_mla_metadata(*args: Any, is_fp8_kvcache: bool = False, **kwargs: Any) -> tuple[None, None]:
+    """Take FlashMLA's arguments (cache_seqlens, num_q_tokens_per_head_k, num_heads_k, ...): nothing to prepare.
+
+    Returns:
+        (tile_scheduler_metadata, num_splits), both None: `flash_mla_with_kvcache` does not use them.
+
+    Raises:
+        ValueError: the arguments ask for an fp8 cache or sparse attention (a topk).
+    """
+    if is_fp8_kvcache:
+        raise ValueError("is_fp8_kvcache=True is not supported: the KV cache must be bf16 or fp16, like q")
+    if kwargs.get("topk") is not None:
+        raise ValueError(f"topk={kwargs['topk']} (sparse attention) is not supported")
+    return None, None
+
+
+def decode_calls(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scratch: Mapping[str, torch.Tensor],
+    config: Config,
+    *,
+    softmax_scale: float,
+    causal: bool,
+    empty_lse: float = float("-inf"),
+) -> list[KernelCall]:
+    """The launches of one decode, in order: the split kernel and, with several splits, the combine.
+
+    `scratch` is what `allocate_scratch` made for this config; the other arguments are as in `mla_decode`.
+    """
+    batch, s_q, heads, d_qk = q.shape
+    page_size, h_kv = kv_cache.shape[1:3]
+    latent = out.shape[-1]
+    group = heads // h_kv
+    rows = s_q * group
+    row_tiles = triton.cdiv(rows, config.BLOCK_H)
+    # With one split there are no partials; lse stands in for them, as a pointer of the same type.
+    partial_out, partial_lse = scratch.get("partial_out", lse), scratch.get("partial_lse", lse)
+    out_strides = out.stride()[:3]
+    split = KernelCall(
+        split_kv_kernel,
+        (row_tiles * config.num_splits * h_kv * batch,),
+        (
+            *(q, kv_cache, block_table, cache_seqlens, out, lse, partial_out, partial_lse),
+            *(softmax_scale * math.log2(math.e), empty_lse),
+            *q.stride()[:3],
+            *(kv_cache.stride(0), kv_cache.stride(2), block_table.stride(0)),
+            *out_strides,
+            *(h_kv, group, rows, int(causal), config.num_splits, row_tiles),
+        ),
+        {
+            "STRIDE_KN": kv_cache.stride(1),
+            "PAGE_SIZE": page_size,
+            "LATENT": latent,
+            "ROPE": d_qk - latent,
+            "BLOCK_LATENT": block_width(latent),
+            "BLOCK_ROPE": block_width(d_qk - latent),
+            "BLOCK_H": config.BLOCK_H,
+            "BLOCK_N": config.BLOCK_N,
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+            "enable_fp_fusion": True,
+        },
+    )
+    if config.num_splits == 1:
+        return [split]
+    combine = KernelCall(
+        combine_kernel,
+        (batch * heads * s_q, triton.cdiv(latent, COMBINE_COLUMNS)),
+        (partial_out, partial_lse, out, lse, empty_lse, *out_strides, h_kv, group, rows, config.num_splits),
+        {
+            "LATENT": latent,
+            "BLOCK_S": next((n for n in COMBINE_SPLITS if n >= config.num_splits), COMBINE_SPLITS[-1]),
+            "BLOCK_D": COMBINE_COLUMNS,
+            "num_warps": 4,
+            "num_stages": 2,
+            "enable_fp_fusion": True,
+        },
+    )
+    return [split, combine]
+
+
+def allocate_scratch(q: torch.Tensor, kv_lora_rank: int, num_splits: int) -> dict[str, torch.Tensor]:
+    """The float32 partial results of a config with several splits, in no particular state; none for one split."""
+    if num_splits == 1:
+        return {}
+    rows = q.shape[0] * q.shape[1] * q.shape[2]
+    return {
+        "partial_out": torch.empty(rows, num_splits, kv_lora_rank, dtype=torch.float32, device=q.device),
+        "partial_lse": torch.empty(rows, num_splits, dtype=torch.float32, device=q.device),
+    }
+
+
+def _run(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool,
+    kv_lora_rank: int,
+    empty_lse: float,
+    max_kv_len: int | None = None,
+    config: Mapping[str, int] | Config | None = None,
+    out: torch.Tensor | None = None,
+    lengths: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, s_q, heads, d_qk = q.shape
+    out_shape = (batch, s_q, heads, kv_lora_rank)
+    if out is None:
+        out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
+    elif out.shape != out_shape or out.dtype != q.dtype or out.device != q.device or out.stride(-1) != 1:
+        raise ValueError(f"out must be {list(out_shape)} {q.dtype} on {q.device}, last stride 1: got {_describe(out)}")
+    lse = torch.empty(batch, heads, s_q, dtype=torch.float32, device=q.device)
+    if batch == 0:
+        return out, lse
+    if config is None:
+        page_size, h_kv = kv_cache.shape[1:3]
+        kv_len = block_table.shape[1] * page_size if max_kv_len is None else max_kv_len
+        shape = (q.dtype, heads, h_kv, s_q, causal, page_size, kv_lora_rank, d_qk - kv_lora_rank, batch, kv_len, lengths)
+        config = _config_for(shape, q.device)
+    elif not isinstance(config, Config):
+        config = Config.from_dict(config)
+    scratch = allocate_scratch(q, kv_lora_rank, config.num_splits)
+    calls = decode_calls(
+        *(q, kv_cache, block_table, cache_seqlens, out, lse, scratch, config),
+        softmax_scale=softmax_scale,
+        causal=causal,
+        empty_lse=empty_lse,
+    )
+    for call in calls:
+        call()
+    return out, lse
+
+
+@functools.lru_cache(maxsize=4096)
+def _config_for(shape: tuple[Any, ...], torch_device: torch.device) -> Config:
+    """The table's config for these host-known values if it can run here, else the default."""
+    from kerneltune.kernels import tables
+
+    dtype, heads, h_kv, s_q, causal, page_size, kv_lora_rank, rope, batch, kv_len, lengths = shape
+    workload = {
+        "dtype": DTYPE_NAMES[dtype],
+        "kv_dtype": DTYPE_NAMES[dtype],
+        "heads": heads,
+        "h_kv": h_kv,
+        "s_q": s_q,
+        "causal": causal,
+        "page_size": page_size,
+        "kv_lora_rank": kv_lora_rank,
+        "qk_rope_head_dim": rope,
+        "batch": batch,
+        "kv_len": max(kv_len, 1),
+    }
+    if lengths is not None:
+        workload["lengths"] = lengths
+    device = device_of(torch_device)
+    found = tables.resolve(kernel="mla-decode", workload=workload, device=device)
+    if found is not None:
+        try:
+            config = Config.from_dict(found)
+        except ValueError:  # a table made for another version of this kernel: a miss
+            config = None
+        if config is not None and is_valid(config, workload, device) is None:
+            return config
+    return default_config(workload, device)
+
+
+def device_of(torch_device: torch.device) -> Device:
+    """The GPU behind a torch device; the CPU (Triton's interpreter) counts as a small GPU without limits of note."""
+    if torch_device.type == "cuda":
+        return current_device(torch.cuda.current_device() if torch_device.index is None else torch_device.index)
+    return Device("CPU interpreter", "cpu", 4, 1 << 20, 1 << 20, 1 << 34)
+
+
+def _check(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    softmax_scale: float,
+    kv_lora_rank: int,
+) -> None:
+    """Raise ValueError, naming the value, for whatever the kernel cannot take."""
+    if q.ndim != 4 or kv_cache.ndim != 4:
+        raise ValueError(
+            "q must be [batch, s_q, heads, d_qk] and kv_cache [num_pages, page_size, h_kv, d_qk]: "
+            f"got {_describe(q)} and {_describe(kv_cache)}"
+        )
+    batch, s_q, heads, d_qk = q.shape
+    _, page_size, h_kv, kv_width = kv_cache.shape
+    if q.dtype not in DTYPE_NAMES or kv_cache.dtype != q.dtype:
+        raise ValueError(f"q and kv_cache must both be bfloat16 or both float16: got {q.dtype} and {kv_cache.dtype}")
+    if kv_width != d_qk or not 0 < kv_lora_rank < d_qk:
+        raise ValueError(
+            f"q and kv_cache must have the same last size, above kv_lora_rank {kv_lora_rank}: got {d_qk} and {kv_width}"
+        )
+    if q.stride(-1) != 1 or kv_cache.stride(-1) != 1:
+        raise ValueError(f"the last stride of q and kv_cache must be 1: got {q.stride(-1)} and {kv_cache.stride(-1)}")
+    if not 1 <= s_q <= MAX_S_Q or not 1 <= heads <= MAX_HEADS or not 1 <= page_size <= MAX_PAGE_SIZE:
+        raise ValueError(
+            f"s_q must be 1 to {MAX_S_Q}, heads 1 to {MAX_HEADS}, page_size 1 to {MAX_PAGE_SIZE}: "
+            f"got {s_q}, {heads}, {page_size}"
+        )
+    if h_kv < 1 or heads % h_kv:
+        raise ValueError(f"heads must be a multiple of h_kv: got {heads} and {h_kv}")
+    if block_table.dtype != torch.int32 or block_table.ndim != 2 or block_table.shape[0] != batch:
+        raise ValueError(f"block_table must be [{batch}, max_pages] int32: got {_describe(block_table)}")
+    if block_table.shape[1] and block_table.stride(1) != 1:
+        raise ValueError(f"the last stride of block_table must be 1: got {block_table.stride(1)}")
+    if cache_seqlens.dtype != torch.int32 or cache_seqlens.shape != (batch,) or not cache_seqlens.is_contiguous():
+        raise ValueError(f"cache_seqlens must be contiguous [{batch}] int32: got {_describe(cache_seqlens)}")
+    if not math.isfinite(softmax_scale):
+        raise ValueError(f"softmax_scale must be finite: got {softmax_scale}")
+    if not q.device == kv_cache.device == block_table.device == cache_seqlens.device:
+        devices = [str(x.device) for x in (q, kv_cache, block_table, cache_seqlens)]
+        raise ValueError(f"all tensors must be on one device: got {', '.join(devices)}")
+
+
+def _describe(x: torch.Tensor) -> str:
+    return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
