@@ -25,7 +25,9 @@ NOT_SPECIALIZED = ["n_pairs", "block_m"]
 
 
 @triton.jit
-def local_expert(topk_ids_ptr, expert_map_ptr, pair, mask, E: tl.constexpr, GLOBAL_E: tl.constexpr, HAS_MAP: tl.constexpr):
+def local_expert(
+    topk_ids_ptr, expert_map_ptr, pair, mask, E: tl.constexpr, GLOBAL_E: tl.constexpr, HAS_MAP: tl.constexpr
+):
     """The local expert of each pair, -1 where there is none."""
     expert = tl.load(topk_ids_ptr + pair, mask=mask, other=-1)
     known = (expert >= 0) & (expert < GLOBAL_E)

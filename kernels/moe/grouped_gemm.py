@@ -14,8 +14,8 @@ Plan
   is not a multiple of BLOCK_K. Rows are independent, so what a padding row computes is only dropped at the store.
 - gate_up_kernel reads gate and up rows in turn (gate 0, up 0, gate 1, ...) as one tile of 2 * BLOCK_N rows: one product
   feeds both, and each thread holds the two halves of its columns side by side.
-- intermediate and partials lie in pair order, not expert order: a row is at least N elements long, so gathering rows costs
-  nothing, the scratch has no padding, and the sum reads one contiguous run a token.
+- intermediate and partials lie in pair order, not expert order: rows are long enough that gathering them costs nothing,
+  the scratch has no padding, and the sum reads one contiguous run a token.
 - With few pairs (`direct`) sorting buys nothing: each pair is a block of its own, and align_kernel is not launched.
 - Pairs without a local expert have no row: nothing writes their partials, and sum_kernel does not read them.
 
@@ -35,16 +35,15 @@ NOT_SPECIALIZED = ["n_pairs", "direct"]
 @triton.jit
 def _count_blocks(num_tokens_post_padded_ptr, n_pairs, direct, BLOCK_M: tl.constexpr):
     """Row blocks in use."""
-    if direct:
-        count = n_pairs
-    else:
+    count = n_pairs
+    if not direct:
         count = tl.load(num_tokens_post_padded_ptr) // BLOCK_M
     return count
 
 
 @triton.jit
 def _order(pid, num_blocks, NUM_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """(row block, column block) of a program: columns of GROUP_M row blocks at a time, so that they share weights in L2."""
+    """(row block, column block) of a program: GROUP_M row blocks go through the columns together and share weights."""
     first_block = pid // (GROUP_M * NUM_N) * GROUP_M
     rows = min(num_blocks - first_block, GROUP_M)
     within = pid % (GROUP_M * NUM_N)

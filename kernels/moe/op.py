@@ -1,8 +1,8 @@
 """The public fused mixture of experts: out[t] = sum_j topk_weights[t, j] * w2[e] @ (silu(w1g[e] @ x) * (w1u[e] @ x)).
 
-x = hidden[t], e = topk_ids[t, j]; w1[e] holds N gate rows, then N up rows. Four launches: align pairs by expert, gate/up
-GEMM with SiLU, down GEMM times the router's weight, sum over top_k in float32. Nothing waits for the GPU, nothing is
-atomic: the same input gives the same bits.
+x = hidden[t], e = topk_ids[t, j]; w1[e] holds N gate rows, then N up rows. Four launches: align pairs by expert,
+gate/up GEMM with SiLU, down GEMM times the router's weight, sum over top_k in float32. Nothing waits for the GPU,
+nothing is atomic: the same input gives the same bits.
 """
 
 from __future__ import annotations
@@ -133,7 +133,9 @@ def make_calls(
         "align": [] if direct else [align],
         "gemm1": [gemm(gate_up_kernel, N, gemms["gemm1"], (hidden, w1, scratch.intermediate), TOP_K=top_k)],
         "gemm2": [gemm(down_kernel, K, gemms["gemm2"], (scratch.intermediate, w2, topk_weights, scratch.partials))],
-        "sum": [KernelCall(sum_kernel, (tokens, triton.cdiv(K, SUM_BLOCK)), (scratch.partials, *routed, out), sum_options)],
+        "sum": [
+            KernelCall(sum_kernel, (tokens, triton.cdiv(K, SUM_BLOCK)), (scratch.partials, *routed, out), sum_options)
+        ],
     }
 
 
@@ -163,30 +165,37 @@ def _choose_config(
     }
     if routing is not None:
         workload["routing"] = routing
-    index = hidden.device.index if hidden.is_cuda else None
+    device = _device(hidden.device)
     if config is None:
-        return _resolved_config(tuple(workload.items()), index)
-    return configs.checked_config(config, workload, _device(index))
+        from kerneltune.kernels.tables import resolve
+
+        config = resolve(kernel="moe", workload=workload, device=device)
+        return _usable_config(_frozen(config), tuple(workload.items()), device)
+    return configs.checked_config(config, workload, device)
 
 
 @functools.lru_cache(maxsize=4096)
-def _resolved_config(workload_items: tuple[tuple[str, Any], ...], device_index: int | None) -> dict[str, GemmConfig]:
-    """Look a shape up in the tables once; a config that cannot run here is a miss."""
-    from kerneltune.kernels.tables import resolve
-
-    workload, device = dict(workload_items), _device(device_index)
-    found = resolve(kernel="moe", workload=workload, device=device)
+def _usable_config(
+    found: tuple[tuple[str, Any], ...] | None, workload_items: tuple[tuple[str, Any], ...], device: Device
+) -> dict[str, GemmConfig]:
+    """What the tables said, if it can run here, else the default."""
+    workload = dict(workload_items)
     if found is not None:
         try:
-            return configs.checked_config(found, workload, device)
-        except ValueError:
+            return configs.checked_config({part: dict(params) for part, params in found}, workload, device)
+        except (TypeError, ValueError):  # a table's entry is data from outside: what is not a config is a miss
             pass
     return configs.checked_config(configs.default_config(workload, device), workload, device)
 
 
-def _device(index: int | None) -> Device:
-    """The GPU, or, for tensors of the CPU interpreter, one without limits of its own."""
-    return configs.INTERPRETER if index is None else current_device(index)
+def _frozen(config: Mapping[str, Any] | None) -> tuple[tuple[str, Any], ...] | None:
+    """A table's config as a key: it is not remembered past the table's own lifetime."""
+    return None if config is None else tuple((part, tuple(params.items())) for part, params in config.items())
+
+
+def _device(device: torch.device) -> Device:
+    """The tensors' GPU; for tensors on the CPU, which Triton's interpreter serves, one without limits."""
+    return current_device(device.index) if device.type == "cuda" else configs.INTERPRETER
 
 
 def _check(
@@ -201,7 +210,9 @@ def _check(
 ) -> None:
     """Raise ValueError on what the kernels would not survive; looks at shapes only, never at the GPU's contents."""
     if hidden.dtype not in DTYPES:
-        raise ValueError(f"hidden.dtype {hidden.dtype} not supported yet: expected one of {', '.join(map(str, DTYPES))}")
+        raise ValueError(
+            f"hidden.dtype {hidden.dtype} not supported yet: expected one of {', '.join(map(str, DTYPES))}"
+        )
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r} not supported yet: expected one of {', '.join(ACTIVATIONS)}")
     if hidden.dim() != 2 or w1.dim() != 3 or topk_ids.dim() != 2:
