@@ -90,10 +90,7 @@ def compile_part(kernel: Tunable | str, part: str, params: Params, workload: Wor
         return Compiled(outcome, reason, compile_s=time.perf_counter() - start, **resources)
 
     parts = (part,) if part else tunable.parts
-    if part:
-        config = whole_config(tunable, part, params, tunable.default_config(workload, device))
-    else:
-        config = dict(params)
+    config = whole_config(tunable, part, params, tunable.default_config(workload, device)) if part else dict(params)
     for name in parts:
         invalid = tunable.is_valid(name, part_params(tunable, config, name), workload, device)
         if invalid:

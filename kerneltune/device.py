@@ -19,7 +19,8 @@ from kerneltune.errors import UserError
 from kerneltune.kernels.device import Device
 
 # SMs and caches from the vendors' architecture papers; bytes of shared memory one block may opt in to from the CUDA
-# programming guide's table of compute capabilities (163, 99 and 227 KiB) and AMD's CDNA3 and CDNA4 papers (64 and 160 KiB of LDS).
+# programming guide's table of compute capabilities (163, 99 and 227 KiB) and AMD's CDNA3 and CDNA4 papers (64 and
+# 160 KiB of LDS).
 TARGETS: dict[str, Device] = {
     # read with torch.cuda.get_device_properties on one, driver 580
     "sm_90": Device("NVIDIA H200", "sm_90", 132, 232448, 62914560, 150754820096),

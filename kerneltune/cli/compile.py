@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from kerneltune.kernels.device import Device
     from kerneltune.kernels.tunable import Tunable
 
-EXAMPLE = "Example: kerneltune compile mla-decode --target sm_90 --workload batch=8,kv_len=4096 --config BLOCK_N=64,num_warps=8"
+EXAMPLE = "Example: kerneltune compile mla-decode --target sm_90 --workload batch=8,kv_len=4096 --config num_warps=8"
 
 
 def register(app: typer.Typer) -> None:
@@ -122,19 +122,26 @@ def _print(kernel: str, device: Device, rows: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{kernel} for {device.name} ({device.arch})")
-    for name in ("workload", "part", "config", "outcome"):
-        table.add_column(name, overflow="fold")
-    for name in ("registers", "spills, B", "shared, B", "seconds"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        numbers = ["-" if row[name] is None else f"{row[name]:,}" for name in ("registers", "spills", "shared_bytes")]
-        outcome = row["outcome"] if row["outcome"] == "ok" else f"{row['outcome']}: {row['reason']}"
-        table.add_row(
-            _short(row["workload"]), row["part"], _short(row["config"]), outcome, *numbers, f"{row['compile_s']:.1f}"
-        )
-    Console().print(table)
+    from kerneltune.workloads import format_workload
+
+    console = Console()
+    console.print(f"{kernel} for {device.name} ({device.arch})", highlight=False)
+    for workload in {id(row["workload"]): row["workload"] for row in rows}.values():
+        table = Table(title=format_workload(kernel, workload), title_justify="left")
+        table.add_column("part", no_wrap=True)
+        table.add_column("config")
+        table.add_column("outcome")
+        for name in ("registers", "spills", "shared", "seconds"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for row in rows:
+            if row["workload"] is workload:
+                table.add_row(*_cells(row))
+        console.print(table)
 
 
-def _short(mapping: dict[str, Any]) -> str:
-    return " ".join(f"{name}={value}" for name, value in mapping.items())
+def _cells(row: dict[str, Any]) -> list[str]:
+    config = " ".join(f"{name}={value}" for name, value in row["config"].items())
+    outcome = row["outcome"] if row["outcome"] == "ok" else f"{row['outcome']}: {row['reason']}"
+    numbers = ["-" if row[name] is None else f"{row[name]:,}" for name in ("registers", "spills", "shared_bytes")]
+    numbers[1:] = [text if text == "-" else f"{text} B" for text in numbers[1:]]
+    return [row["part"], config, outcome, *numbers, f"{row['compile_s']:.1f}"]

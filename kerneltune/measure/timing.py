@@ -6,8 +6,8 @@ Captured: a launch is timed as the replay of a CUDA graph, so that Python and th
 Asynchronous: samples of a batch are enqueued without waiting in between. The flush takes longer than the host needs to
 enqueue a sample, so the GPU never waits for the host between the two events.
 Offset: a graph of one tiny node costs about 4 us cold (`empty_graph_us`); times are as read, the offset is told beside.
-Order: right after a matrix-bound kernel the next one is slower (up to 23 % on an H200), so finalists are timed in turns,
-in both orders, each turn after a pause. Clocks are read and never set.
+Order: right after a matrix-bound kernel the next one is slower (up to 23 % on an H200), so finalists are timed in
+turns, in both orders, each turn after a pause. Clocks are read and never set.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def time_calls(
     stop_above_us: float | None = None,
     warm_s: float = WARM_S,
 ) -> Timing:
-    """Time single calls, cold, without capturing them: for graph replays, and for ceilings (a copy in a graph is slow)."""
+    """Time single calls, cold, uncaptured: for graph replays, and for ceilings (a copy in a graph is slow)."""
     begin = time.perf_counter()
     flush.warm(warm_s)
     once_s = _warm_once_s(call, flush)

@@ -73,7 +73,7 @@ class GpuWorker:
         return reply
 
     def prepare(self, workload: Workload, seed: int = 0) -> Reply:
-        """Make inputs, references and edge problems of a workload; the former ones are freed. `trial` does it by itself.
+        """Make inputs, references and edge problems of a workload; frees the former ones. `trial` does it by itself.
 
         Returns:
             {"outcome": "ok" or "crashed" or "timed_out", "reason", "prepare_s"}.
@@ -137,7 +137,7 @@ class GpuWorker:
         samples: int = FINAL_SAMPLES,
         seed: int = 0,
     ) -> list[Reply]:
-        """Gate each whole config, require that it repeats to the bit, then time those that pass in turns, in both orders.
+        """Gate each whole config, require the same bits again, then time those that pass in turns, in both orders.
 
         Args:
             part: time only these launches, as in `trial`.

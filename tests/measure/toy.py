@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from kerneltune.kernels.device import Device
-from kerneltune.kernels.tunable import Config, Cost, Launch, KernelCall, Params, Problem, Scalar, Verdict, Workload
+from kerneltune.kernels.tunable import Config, Cost, KernelCall, Launch, Params, Problem, Scalar, Verdict, Workload
 
 TOLERANCE = 1e-3  # fp16 output of an fp32 sum
 DEFECTS = (
@@ -27,18 +27,19 @@ DEFECTS = (
     "writes_input",
     "out_of_bounds",
     "spin",  # runs for `spin_ms`, then is right
+    "big_shared",  # stages more in shared memory than any device has
     "compile_abort",
     "compile_hang",
     "compile_raise",
     "host_exit",
     "host_hang",
     "host_raise",
-    "flaky",  # each launch differs by more than rounding
+    "flaky",  # each launch differs in the last bits of fp32
 )
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "k", "stride_x"])  # edge problems then need no other compile
 def dot_rows(
     x_ptr,
     w_ptr,
@@ -63,8 +64,11 @@ def dot_rows(
         w = tl.load(w_ptr + offs_k, mask=mask_k, other=0.0).to(tl.float32)
         acc += x * w
     total = tl.sum(acc, axis=0)
+    if DEFECT == "big_shared":
+        tile = tl.load(x_ptr + tl.arange(0, 128)[:, None] * stride_x + tl.arange(0, 1024)[None, :])  # [128, 1024]
+        total += tl.sum(tl.dot(tile, tl.trans(tile)))
     if DEFECT == "flaky":
-        total += tl.atomic_add(nonce_ptr, 1.0)
+        total += tl.atomic_add(nonce_ptr, 1.0) * 1e-5
     if DEFECT == "writes_input":
         tl.store(x_ptr + row * stride_x, 0.5)
     if DEFECT == "out_of_bounds":
@@ -80,7 +84,7 @@ def dot_rows(
 
 
 class Toy:
-    """See the module's docstring. Two parts with `two_parts`: the same kernel twice, the second on the first's output."""
+    """See the module's docstring."""
 
     name = "toy"
     parts: tuple[str, ...] = ("dot",)
@@ -159,7 +163,7 @@ def _host_defect(defect: str, meta: bool) -> None:
     if meta and defect == "compile_hang":
         time.sleep(600)
     if meta and defect == "compile_raise":
-        raise RuntimeError("first line\nPassManager::run failed\n   ^")
+        raise RuntimeError("PassManager::run failed\nsecond line")
     if not meta and defect == "host_exit":
         os._exit(7)
     if not meta and defect == "host_hang":
