@@ -26,14 +26,14 @@ class Row:
     tuned_us: float
     p20_us: float | None
     p80_us: float | None
-    gain: float | None  # default_us / tuned_us
+    gain: float | None  # default / tuned, both net of launch_us
     no_gain: bool  # the default config is the best one known
     gbps: float | None
     tflops: float | None
     roofline: float | None  # fraction of the binding ceiling reached
     bound: str
     inputs: str
-    launch_us: float
+    launch_us: float  # what an empty graph takes, in every time
     composed: bool  # replay only: the sum of the parts' recorded times
     origin: str  # "table" or "records"
 

@@ -27,6 +27,7 @@ from kerneltune.report.data import (
     canonical,
     exact_sizes,
 )
+from kerneltune.tuning.finalists import decide
 from kerneltune.workloads import format_workload
 
 INPUT_KEYS = ("lengths", "routing")
@@ -44,6 +45,7 @@ class _Measured(msgspec.Struct):
     roofline: float | None = None
     bound: str = ""
     default_us: float | None = None
+    gain: float | None = None
     inputs: str = ""
     composed: bool = False
 
@@ -157,11 +159,15 @@ def read_curves(folders: Sequence[Path], kernel: str | None = None) -> list[Curv
 
 
 def _is_result(folder: Path) -> bool:
-    return any((folder / "records").glob("*.jsonl")) or any((folder / "tables").glob("*.json"))
+    return bool(_result_files(folder))
 
 
 def _last_written(folder: Path) -> float:
-    return max(os.stat(path).st_mtime for kind in ("records", "tables") for path in (folder / kind).glob("*.json*"))
+    return max(os.stat(path).st_mtime for path in _result_files(folder))
+
+
+def _result_files(folder: Path) -> list[Path]:
+    return [*(folder / "records").glob("*.jsonl"), *(folder / "tables").glob("*.json")]
 
 
 def _read_records(folder: Path, kernel: str | None) -> tuple[dict[str, Session], list[Trial]]:
@@ -194,31 +200,25 @@ def _key(table: _Table, entry: _Entry) -> tuple[str, str, str]:
 
 
 def _record_row(key: tuple[str, str, str], trials: list[Trial]) -> Row | None:
-    """The row that the final trials of one workload give: the fastest, unless the default's spread reaches it."""
-    finals = [trial for trial in trials if trial.stage == "final" and trial.outcome == "ok" and trial.time_us]
-    if not finals:
+    """The row that the final trials of one workload give, decided as the search decides."""
+    finals = {canonical(trial.config): trial for trial in trials if trial.stage == "final"}  # the last of each config
+    default = next((trial for trial in finals.values() if trial.reason == "default"), None)
+    decision = decide(default, [trial for trial in finals.values() if trial is not default])
+    if decision is None or decision.winner.time_us is None:
         return None
-    default = next((trial for trial in reversed(finals) if trial.reason == "default"), None)
-    best = min(finals, key=lambda trial: trial.time_us or math.inf)
-    within_noise = default is not None and (best.p80_us or best.time_us or 0.0) >= (
-        default.p20_us or default.time_us or 0
-    )
-    if default is not None and within_noise:
-        best = default
-    tuned_us = best.time_us or math.inf
-    default_us = default.time_us if default else None
+    best = decision.winner
     return Row(
         kernel=key[0],
         device=key[1],
         workload=best.workload,
         shape=format_workload(key[0], best.workload),
         config=best.config,
-        default_us=default_us,
-        tuned_us=tuned_us,
+        default_us=decision.default.time_us if decision.default else None,
+        tuned_us=decision.winner.time_us,
         p20_us=best.p20_us,
         p80_us=best.p80_us,
-        gain=default_us / tuned_us if default_us else None,
-        no_gain=best is default,
+        gain=decision.gain,
+        no_gain=decision.kept_default,
         gbps=best.gbps,
         tflops=best.tflops,
         roofline=best.roofline,
@@ -232,7 +232,10 @@ def _record_row(key: tuple[str, str, str], trials: list[Trial]) -> Row | None:
 
 def _table_row(table: _Table, entry: _Entry, time_us: float) -> Row:
     measured = entry.measured
-    gain = measured.default_us / time_us if measured.default_us else None
+    launch_us = measured.launch_us or 0.0
+    gain = measured.gain
+    if gain is None and measured.default_us:
+        gain = (measured.default_us - launch_us) / max(time_us - launch_us, 1e-3)
     return Row(
         kernel=table.kernel,
         device=str(table.device.get("name", "")),
@@ -250,7 +253,7 @@ def _table_row(table: _Table, entry: _Entry, time_us: float) -> Row:
         roofline=measured.roofline,
         bound=measured.bound,
         inputs=measured.inputs or _inputs(entry.workload),
-        launch_us=measured.launch_us or 0.0,
+        launch_us=launch_us,
         composed=measured.composed,
         origin="table",
     )

@@ -130,7 +130,7 @@ def convergence(curves: Sequence[Curve]) -> Figure:
         axes.step(np.arange(1, count + 1), line[:count], where="post", color="#9a9a9a", linewidth=1.1, alpha=0.8)
     median = np.median(lines, axis=0)
     axes.step(np.arange(1, longest + 1), median, where="post", color="black", linewidth=3.5)
-    axes.set(xscale="log", xlim=(1, max(longest, 2)), ylim=(_lowest_shown(lines), 102))
+    axes.set(xscale="log", xlim=(1, max(longest, 2)), ylim=(_lowest_shown(lines), 101))
     axes.set_xlabel("distinct configs tried")
     axes.set_ylabel("speed of the best so far, % of the final best")
     axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5), numticks=30))
@@ -204,7 +204,7 @@ def _percent_of_best(curve: Curve, length: int) -> np.ndarray:
 
 def _lowest_shown(lines: np.ndarray) -> float:
     """Where the y axis starts: below nine tenths of all values, so that one bad start does not squeeze the rest."""
-    return float(np.floor(min(90.0, np.quantile(lines[lines > 0], 0.02)) / 10) * 10)
+    return float(np.floor(min(80.0, np.quantile(lines[lines > 0], 0.02)) / 10) * 10)
 
 
 def _dtypes(rows: Sequence[Row]) -> set[str]:

@@ -60,6 +60,11 @@ def summary(report: Report) -> list[tuple[str, str]]:
     lines += [("failed", failure_text(failure)) for failure in report.failures]
     lines += [("ceilings", ceilings_text(ceilings)) for ceilings in report.ceilings]
     lines += [("measured", provenance_text(source)) for source in report.provenance]
+    if launches := sorted({row.launch_us for row in report.rows if row.launch_us}):
+        told = " to ".join(f"{launch:.1f}" for launch in dict.fromkeys((launches[0], launches[-1])))
+        lines.append(
+            ("times", f"as read: each includes the {told} us of an empty graph; gain, rates and % of roof do not")
+        )
     if any(row.composed for row in report.rows):
         lines.append(
             (

@@ -47,6 +47,7 @@ def test_text_adds_up(folder: Path) -> None:
     assert "mla-decode: 1 of 10 shapes keep the default: batch=8 kv_len=8192 heads=16 bf16" in text
     assert "NVIDIA H200, 2026-01-02: DRAM read 4413 GB/s, copy 3987 GB/s, bf16 741 TFLOPS" in text
     assert "triton 3.9.0" in text
+    assert "each includes the 4.2 us of an empty graph" in text
     assert "`kerneltune search mla-decode --seed 7`" in text
     for outcome in sample.REASONS:
         assert outcome.replace("_", " ") in text
