@@ -6,11 +6,15 @@ nothing (lse -inf) are not read. Traffic is the float32 partials, which mostly s
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
 from kerneltune.kernels.mla_decode.triton_split_kv import LN_2, LOWEST
+from kerneltune.kernels.tunable import KernelCall
 
+BLOCK_D = 64  # columns of a program: 16 rows x 8 programs keep most of an H200 busy at batch 1
+BLOCK_S = (4, 16, 64)  # splits merged at a time, to choose from: few values, so few compiles
 NOT_SPECIALIZED = ["empty_lse", "h_kv", "group", "rows", "num_splits"]
 
 
@@ -70,3 +74,31 @@ def combine_kernel(
     if tl.program_id(1) == 0:
         lse_row = (pid_request * h_kv * group + head) * (rows // group) + s
         tl.store(lse_ptr + lse_row, tl.where(seen, (row_max + tl.log2(row_sum)) * LN_2, empty_lse))
+
+
+def combine_call(
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    h_kv: int,
+    empty_lse: float,
+) -> KernelCall:
+    """The launch over all rows and column blocks; tensors as the kernel's parameters say."""
+    batch, s_q, heads, latent = out.shape
+    num_splits = partial_lse.shape[-1]
+    group = heads // h_kv
+    return KernelCall(
+        combine_kernel,
+        (batch * heads * s_q, triton.cdiv(latent, BLOCK_D)),
+        (partial_out, partial_lse, out, lse, empty_lse, *out.stride()[:3], h_kv, group, s_q * group, num_splits),
+        {
+            "LATENT": latent,
+            "BLOCK_S": next((n for n in BLOCK_S if n >= num_splits), BLOCK_S[-1]),
+            "BLOCK_D": BLOCK_D,
+            "num_warps": 4,
+            "num_stages": 2,
+            "enable_fp_fusion": True,
+        },
+    )

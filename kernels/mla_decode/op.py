@@ -12,20 +12,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import triton
 
 from kerneltune.kernels.device import Device, current_device
-from kerneltune.kernels.mla_decode.combine import combine_kernel
-from kerneltune.kernels.mla_decode.config import Config, block_width, default_config, is_valid
-from kerneltune.kernels.mla_decode.triton_split_kv import split_kv_kernel
+from kerneltune.kernels.mla_decode.combine import combine_call
+from kerneltune.kernels.mla_decode.config import Config, default_config, is_valid
+from kerneltune.kernels.mla_decode.triton_split_kv import split_kv_call
 from kerneltune.kernels.tunable import KernelCall
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 MAX_S_Q = 8
 MAX_HEADS = 128
 MAX_PAGE_SIZE = 128
-COMBINE_COLUMNS = 64  # columns of a combine program: 16 rows x 8 programs fill an H200 at batch 1
-COMBINE_SPLITS = (4, 16, 64)  # splits it merges at a time: few values, so few compiles
 
 
 def mla_decode(
@@ -42,7 +39,7 @@ def mla_decode(
     out: torch.Tensor | None = None,
     lengths: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of s_q new tokens over a paged latent cache: softmax(softmax_scale * q k^T) v, v = k[..., :kv_lora_rank].
+    """Attend from s_q new tokens to a paged latent cache: softmax(softmax_scale q k^T) v, v = k[..., :kv_lora_rank].
 
     Args:
         q: [batch, s_q, heads, d_qk] bf16 or fp16, any strides with the last 1; s_q 1 to 8, heads 1 to 128.
@@ -160,56 +157,17 @@ def decode_calls(
 
     `scratch` is what `allocate_scratch` made for this config; the other arguments are as in `mla_decode`.
     """
-    batch, s_q, heads, d_qk = q.shape
-    page_size, h_kv = kv_cache.shape[1:3]
-    latent = out.shape[-1]
-    group = heads // h_kv
-    rows = s_q * group
-    row_tiles = triton.cdiv(rows, config.BLOCK_H)
-    # With one split there are no partials; lse stands in for them, as a pointer of the same type.
-    partial_out, partial_lse = scratch.get("partial_out", lse), scratch.get("partial_lse", lse)
-    out_strides = out.stride()[:3]
-    split = KernelCall(
-        split_kv_kernel,
-        (row_tiles * config.num_splits * h_kv * batch,),
-        (
-            *(q, kv_cache, block_table, cache_seqlens, out, lse, partial_out, partial_lse),
-            *(softmax_scale * math.log2(math.e), empty_lse),
-            *q.stride()[:3],
-            *(kv_cache.stride(0), kv_cache.stride(2), block_table.stride(0)),
-            *out_strides,
-            *(h_kv, group, rows, int(causal), config.num_splits, row_tiles),
-        ),
-        {
-            "STRIDE_KN": kv_cache.stride(1),
-            "PAGE_SIZE": page_size,
-            "LATENT": latent,
-            "ROPE": d_qk - latent,
-            "BLOCK_LATENT": block_width(latent),
-            "BLOCK_ROPE": block_width(d_qk - latent),
-            "BLOCK_H": config.BLOCK_H,
-            "BLOCK_N": config.BLOCK_N,
-            "num_warps": config.num_warps,
-            "num_stages": config.num_stages,
-            "enable_fp_fusion": True,
-        },
+    # With one split there are no partials: lse, a pointer of the same type, stands in for them.
+    partials = scratch.get("partial_out", lse), scratch.get("partial_lse", lse)
+    split = split_kv_call(
+        *(q, kv_cache, block_table, cache_seqlens, out, lse, *partials, config),
+        softmax_scale=softmax_scale,
+        causal=causal,
+        empty_lse=empty_lse,
     )
     if config.num_splits == 1:
         return [split]
-    combine = KernelCall(
-        combine_kernel,
-        (batch * heads * s_q, triton.cdiv(latent, COMBINE_COLUMNS)),
-        (partial_out, partial_lse, out, lse, empty_lse, *out_strides, h_kv, group, rows, config.num_splits),
-        {
-            "LATENT": latent,
-            "BLOCK_S": next((n for n in COMBINE_SPLITS if n >= config.num_splits), COMBINE_SPLITS[-1]),
-            "BLOCK_D": COMBINE_COLUMNS,
-            "num_warps": 4,
-            "num_stages": 2,
-            "enable_fp_fusion": True,
-        },
-    )
-    return [split, combine]
+    return [split, combine_call(*partials, out, lse, h_kv=kv_cache.shape[2], empty_lse=empty_lse)]
 
 
 def allocate_scratch(q: torch.Tensor, kv_lora_rank: int, num_splits: int) -> dict[str, torch.Tensor]:
@@ -250,7 +208,19 @@ def _run(
     if config is None:
         page_size, h_kv = kv_cache.shape[1:3]
         kv_len = block_table.shape[1] * page_size if max_kv_len is None else max_kv_len
-        shape = (q.dtype, heads, h_kv, s_q, causal, page_size, kv_lora_rank, d_qk - kv_lora_rank, batch, kv_len, lengths)
+        shape = (
+            q.dtype,
+            heads,
+            h_kv,
+            s_q,
+            causal,
+            page_size,
+            kv_lora_rank,
+            d_qk - kv_lora_rank,
+            batch,
+            kv_len,
+            lengths,
+        )
         config = _config_for(shape, q.device)
     elif not isinstance(config, Config):
         config = Config.from_dict(config)

@@ -18,7 +18,8 @@ def mla_decode_reference(
     """softmax(softmax_scale * q k^T) v with v = k[..., :kv_lora_rank], and its log-sum-exp.
 
     Args:
-        q: [batch, s_q, heads, d_qk]; kv_cache: [num_pages, page_size, h_kv, d_qk]; block_table: [batch, max_pages] int32.
+        q: [batch, s_q, heads, d_qk]; kv_cache: [num_pages, page_size, h_kv, d_qk]; block_table: [batch, max_pages]
+            int32.
         lengths: cached tokens of each request, as host integers. With `causal`, query i sees the keys before
             length - s_q + 1 + i.
 

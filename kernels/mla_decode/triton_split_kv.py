@@ -1,6 +1,6 @@
 """MLA decode over one split of the keys: out = softmax(softmax_scale * q k^T) v with v = k[..., :kv_lora_rank].
 
-Usual sizes: d_qk 576 = kv_lora_rank 512 + qk_rope_head_dim 64, h_kv 1; group = heads / h_kv query heads share a KV head.
+Usual sizes: d_qk 576 = kv_lora_rank 512 + qk_rope_head_dim 64, h_kv 1; group = heads / h_kv heads share a KV head.
 
 Plan
 - The rows = s_q * group query rows of one KV head are packed into tiles of BLOCK_H. One program owns one tile of one
@@ -21,8 +21,12 @@ from __future__ import annotations
 
 import math
 
+import torch
 import triton
 import triton.language as tl
+
+from kerneltune.kernels.mla_decode.config import Config, block_width
+from kerneltune.kernels.tunable import KernelCall
 
 LN_2 = tl.constexpr(math.log(2.0))
 LOWEST = tl.constexpr(-1.0e30)  # where the running maximum starts: finite, so that inf - inf never arises
@@ -111,7 +115,7 @@ def split_kv_kernel(
     page = load_pages(table_row, first_key, offs_n, last_key, PAGE_SIZE, BLOCK_N)
     for start in tl.range(first_key, last_key, BLOCK_N):
         offs_key = tl.minimum(offs_n, last_key - 1 - start)  # [BLOCK_N] from the start of the tile
-        if PAGE_SIZE % BLOCK_N == 0:
+        if PAGE_SIZE % BLOCK_N == 0:  # noqa: SIM108 (a constexpr decides)
             offs_token = start % PAGE_SIZE + offs_key  # in the page
         else:
             offs_token = (start + offs_key) % PAGE_SIZE
@@ -173,3 +177,49 @@ def load_pages(table_row, start, offs_n, last_key, PAGE_SIZE: tl.constexpr, BLOC
         offs_key = tl.minimum(start + offs_n, last_key - 1)
         page = tl.load(table_row + offs_key // PAGE_SIZE, offs_key >= start, other=0)
     return page
+
+
+def split_kv_call(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    config: Config,
+    *,
+    softmax_scale: float,
+    causal: bool,
+    empty_lse: float,
+) -> KernelCall:
+    """The launch over all (row tile, split, KV head, request); tensors as the kernel's parameters say."""
+    batch, s_q, heads, d_qk = q.shape
+    page_size, h_kv = kv_cache.shape[1:3]
+    latent = out.shape[-1]
+    group = heads // h_kv
+    row_tiles = triton.cdiv(s_q * group, config.BLOCK_H)
+    return KernelCall(
+        split_kv_kernel,
+        (row_tiles * config.num_splits * h_kv * batch,),
+        (
+            *(q, kv_cache, block_table, cache_seqlens, out, lse, partial_out, partial_lse),
+            *(softmax_scale * math.log2(math.e), empty_lse),
+            *(*q.stride()[:3], kv_cache.stride(0), kv_cache.stride(2), block_table.stride(0), *out.stride()[:3]),
+            *(h_kv, group, s_q * group, int(causal), config.num_splits, row_tiles),
+        ),
+        {
+            "STRIDE_KN": kv_cache.stride(1),
+            "PAGE_SIZE": page_size,
+            "LATENT": latent,
+            "ROPE": d_qk - latent,
+            "BLOCK_LATENT": block_width(latent),
+            "BLOCK_ROPE": block_width(d_qk - latent),
+            "BLOCK_H": config.BLOCK_H,
+            "BLOCK_N": config.BLOCK_N,
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+            "enable_fp_fusion": True,
+        },
+    )
