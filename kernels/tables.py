@@ -134,6 +134,16 @@ def user_folder() -> str:
     return os.path.join(root, "kerneltune", "tables")
 
 
+def shape_text(kernel: str, workload: Mapping[str, Any]) -> str:
+    """The workload as `--workload` takes it, scaled keys first, without the input class."""
+    keys = KEYS.get(kernel)
+    names = [name for name in (*keys.scaled, *keys.exact) if name in workload] if keys else list(workload)
+    words = {
+        name: str(workload[name]).lower() if isinstance(workload[name], bool) else workload[name] for name in names
+    }
+    return ",".join(f"{name}={word}" for name, word in words.items())
+
+
 def forget() -> None:
     """Drop remembered answers, so that the next lookup sees files written a moment ago."""
     _answers.clear()
@@ -261,21 +271,15 @@ def _device_key(device: Any) -> tuple[Any, Any]:
 
 
 def _say_untuned(kernel: str, workload: Mapping[str, Any], device: Any) -> None:
-    keys = KEYS.get(kernel)
-    names = [name for name in (*keys.scaled, *keys.exact) if name in workload] if keys else list(workload)
-    exact = tuple(workload.get(name) for name in (keys.exact if keys else ()))
-    if ("untuned", kernel, exact, _device_key(device)) in _said:  # before any text is made: this runs at every launch
-        return
-    shape = ",".join(f"{name}={_plain(workload[name])}" for name in names)
-    message = (
-        f"{kernel}: no tuned config for {shape.replace(',', ' ')} on {_device_key(device)[0]}; the default is used "
-        f"(to tune it: kerneltune search {kernel} --workload {shape})"
-    )
-    _warn_once(("untuned", kernel, exact, _device_key(device)), message)
-
-
-def _plain(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    exact = tuple(workload.get(name) for name in (KEYS[kernel].exact if kernel in KEYS else ()))
+    key = ("untuned", kernel, exact, _device_key(device))
+    if key not in _said:  # before any text is made: this runs at every launch
+        shape = shape_text(kernel, workload)
+        message = (
+            f"{kernel}: no tuned config for {shape.replace(',', ' ')} on {_device_key(device)[0]}; the default is used "
+            f"(to tune it: kerneltune search {kernel} --workload {shape})"
+        )
+        _warn_once(key, message)
 
 
 def _warn_once(key: Any, message: str) -> None:

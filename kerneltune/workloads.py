@@ -74,17 +74,17 @@ def model_workload(kernel: str, model: str, tp: int = 1, ep: int = 1) -> dict[st
     if preset.moe is None:
         raise UserError(f"{name} has no mixture of experts; models with it: {', '.join(_names('moe'))}")
     moe = preset.moe
-    if preset.served_in not in ("bf16", "fp16"):
-        _say_once(
-            f"warning: {name} is served in {preset.served_in}; it runs in bf16: {preset.served_in} is not supported yet"
-        )
-    return {
+    sizes = {
         "E": _divide(moe.E, ep, f"--ep {ep}", f"the {moe.E} experts of {name}"),
         "global_E": moe.E,
         "N": _divide(moe.N, tp, f"--tp {tp}", f"N = {moe.N} of {name}"),
         "K": moe.K,
         "top_k": moe.top_k,
     }
+    if preset.served_in != "bf16":
+        served = preset.served_in
+        _say_once(f"warning: {name} is served in {served}; it runs in bf16: {served} is not supported yet")
+    return sizes
 
 
 def parse_workload(text: str, base: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,7 +163,8 @@ def _find_model(model: str) -> tuple[str, Model]:
         if model.lower() in (name, *preset.aliases):
             return name, preset
     known = [alias for name, preset in models().items() for alias in (name, *preset.aliases)]
-    raise UserError(f"unknown model {model!r}{suggest(model.lower(), known)} (known: {', '.join(known)})")
+    hint = suggest(model.lower(), known)
+    raise UserError(f"unknown model {model!r}{hint}" + (f" (of {', '.join(known)})" if "mean" in hint else ""))
 
 
 def _names(field: str) -> list[str]:

@@ -1,7 +1,106 @@
-"""Placeholder until this command lands."""
+"""`kerneltune lookup`: which table entry a launch would use, or what keeps the nearest one out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
 
 import typer
 
+from kerneltune.cli.spaces import base_sizes, choose_device
+from kerneltune.errors import UserError
+
 
 def register(app: typer.Typer) -> None:
-    """Nothing yet."""
+    """Add the command."""
+    app.command(epilog="Example: kerneltune lookup mla-decode batch=8,kv_len=4096,heads=16 --target sm_90")(lookup)
+
+
+def lookup(
+    kernel: str = typer.Argument(help="mla-decode or moe."),
+    workload: str = typer.Argument(help="k=v,...; what is not named is the model's, else as the kernel's defaults."),
+    model: str | None = typer.Option(None, help="Model preset; default deepseek-v3 at --tp 8."),
+    tp: int | None = typer.Option(None, help="Tensor-parallel GPUs; default 1 with --model, else 8."),
+    ep: int = typer.Option(1, help="Expert-parallel GPUs (moe)."),
+    target: str | None = typer.Option(None, metavar="ARCH", help="A GPU that is not here, as sm_90 or gfx942."),
+    device: str | None = typer.Option(None, metavar="NAME:SMS", help="Any GPU, as 'NVIDIA H100 80GB HBM3:132'."),
+    table: list[Path] = typer.Option([], metavar="FILE", help="A file or folder looked at first; repeatable."),
+    as_json: bool = typer.Option(False, "--json", help="Print the answer as JSON."),
+) -> None:
+    """Say which file and entry a launch would use, or why none: the nearest entry and the fields that differ."""
+    import dataclasses
+
+    from kerneltune import tables
+    from kerneltune.registry import KERNELS
+    from kerneltune.workloads import format_workload, parse_workload
+
+    if kernel not in KERNELS:
+        raise UserError(f"unknown kernel {kernel!r}: expected one of {', '.join(KERNELS)}")
+    if device is not None and target is not None:
+        raise UserError("--target and --device name the same thing; give one of them")
+    gpu = choose_device(target) if device is None else _named_device(device)
+    asked = tables.host_workload(kernel, parse_workload(workload, base_sizes(kernel, model, tp, ep)))
+    first = [str(path) for path in table] or None
+    match = tables.launch_tables.find(kernel, asked, gpu, tables=first)
+    nearest = None if match else tables.nearest(kernel, asked, gpu, first)
+    if as_json:
+        answer = {
+            "kernel": kernel,
+            "workload": asked,
+            "device": {"name": gpu.name, "sm_count": gpu.sm_count},
+            "match": dataclasses.asdict(match) if match else None,
+            "nearest": dataclasses.asdict(nearest) if nearest else None,
+        }
+        print(json.dumps(answer))
+        return
+    lines = [f"{kernel}  {format_workload(kernel, asked)}  {gpu.name}"]
+    if match:
+        fits = "exact" if match.exact else f"nearest, {match.distance:.2f} away in summed |log2|"
+        lines += [f"  entry     {format_workload(kernel, match.entry['workload'])} ({fits})"]
+        lines += [f"  config    {_config_text(match.config)}"]
+        lines += [f"  file      {match.path} ({match.source})"]
+        lines += [f"  measured  {_measured_text(match.entry.get('measured', {}))}"]
+    else:
+        lines += ["  no entry fits; the kernel takes its default config"]
+        if nearest:
+            lines += [f"  nearest   {format_workload(kernel, nearest.entry['workload'])} in {nearest.path}"]
+            lines += [f"  differs   {difference}" for difference in nearest.differs]
+        else:
+            lines += [f"  no table of {kernel} is in any of the places (KERNELTUNE_TABLES, the user's folder, shipped)"]
+        lines += [f"  to tune   kerneltune search {kernel} --workload {tables.launch_tables.shape_text(kernel, asked)}"]
+    print("\n".join(lines))
+
+
+def _named_device(text: str) -> Any:
+    """A device that only has what a table is matched by: its name and its SMs.
+
+    Raises:
+        UserError: not NAME:SMS.
+    """
+    from kerneltune.kernels.device import Device
+
+    name, _, count = text.rpartition(":")
+    if not name or not count.isdecimal() or not 0 < int(count) < 100_000:
+        raise UserError(f"--device {text!r}: expected a name and its number of SMs, as 'NVIDIA H100 80GB HBM3:132'")
+    return Device(name, "", int(count), 0, 0, 0)
+
+
+def _config_text(config: dict[str, Any]) -> str:
+    return "  ".join(
+        f"{name}: {_config_text(value)}" if isinstance(value, dict) else f"{name}={value}"
+        for name, value in config.items()
+    )
+
+
+def _measured_text(measured: Any) -> str:
+    words = []
+    if measured.get("time_us"):
+        words.append(f"{measured['time_us']} us")
+    if measured.get("default_us"):
+        words.append(f"default {measured['default_us']} us")
+    if measured.get("roofline"):
+        words.append(
+            f"{measured['roofline']:.0%} of the measured {measured.get('bound') or ''} ceiling".replace("  ", " ")
+        )
+    return ", ".join(words) or "nothing (an imported entry)"
