@@ -130,7 +130,7 @@ def _table(rows: Sequence[Row]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
     for header in HEADERS:
         figure = header not in ("shape", "bound")
-        table.add_column(header, justify="right" if figure else "left", overflow="fold")
+        table.add_column(header, justify="right" if figure else "left", no_wrap=header != "shape")
     for row in rows:
         table.add_row(*(Text(cell) for cell in cells(row)), style="dim" if row.no_gain else "")
     return table
