@@ -106,7 +106,7 @@ def compile_part(kernel: Tunable | str, part: str, params: Params, workload: Wor
     except _Infeasible as error:
         return done("infeasible", str(error))
     except Exception as error:  # whatever Triton, LLVM or ptxas make of a config
-        return done(*_classify(error))
+        return done(*classify(error))
     return done("ok", registers=_worst(used, 0), spills=_worst(used, 1), shared_bytes=_worst(used, 2))
 
 
@@ -155,16 +155,22 @@ def _amd_usage(assembly: str) -> tuple[int | None, int | None]:
     return registers, private
 
 
-def _classify(error: Exception) -> tuple[str, str]:
-    """(outcome, reason) of an exception: too large for the device, or not compilable."""
-    text = str(error)
+def classify(error: Exception, otherwise: str = "compile_error") -> tuple[str, str]:
+    """(outcome, one-line reason) of what Triton, LLVM, ptxas or a launch raise: too large, or `otherwise`."""
     if type(error).__name__ == "OutOfResources":
-        return "infeasible", one_line(error)
-    if match := re.search(r"uses too much shared data \((0x[0-9a-f]+|\d+) bytes, (0x[0-9a-f]+|\d+) max", text):
+        resource, needs, has = (getattr(error, name, "?") for name in ("name", "required", "limit"))
+        return "infeasible", f"{resource}: needs {needs}, device has {has}"
+    match = re.search(r"uses too much shared data \((0x[0-9a-f]+|\d+) bytes, (0x[0-9a-f]+|\d+) max", str(error))
+    if match:
         needs, has = (int(value, 0) for value in match.groups())
         return "infeasible", f"shared memory: needs {needs} B, device has {has} B"
+    if type(error).__name__ in COMPILER_ERRORS:
+        otherwise = "compile_error"
     cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-    return "compile_error", one_line(cause)
+    return otherwise, one_line(cause)
+
+
+COMPILER_ERRORS = ("CompilationError", "CompileTimeAssertionFailure", "UnsupportedLanguageConstruct", "PTXASError")
 
 
 class _StubDriver:

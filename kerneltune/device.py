@@ -103,13 +103,13 @@ def _torch_toolkit() -> dict[str, str]:
 
 
 def _nvidia_driver(device_index: int | None) -> dict[str, str]:
-    """NVML's view; empty where there is no NVIDIA driver."""
+    """NVML's view, else what the kernel module says; empty where there is no NVIDIA driver."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
-    except Exception:  # no library, no driver, no permission: all mean "not here"
-        return {}
+    except Exception:  # no library, no driver, no permission: all mean that NVML cannot be asked
+        return _kernel_module()
     try:
         found = {"driver": _text(pynvml.nvmlSystemGetDriverVersion())}
         if device_index is not None:
@@ -118,9 +118,17 @@ def _nvidia_driver(device_index: int | None) -> dict[str, str]:
                 found["vbios"] = _text(pynvml.nvmlDeviceGetVbiosVersion(handle))
         return found
     except pynvml.NVMLError:
-        return {}
+        return _kernel_module()
     finally:
         pynvml.nvmlShutdown()
+
+
+def _kernel_module() -> dict[str, str]:
+    try:
+        found = re.search(r"Kernel Module.*?\s(\d+\.\d[\d.]*)\s", Path("/proc/driver/nvidia/version").read_text())
+    except OSError:
+        return {}
+    return {"driver": found[1]} if found else {}
 
 
 def _text(value: str | bytes) -> str:

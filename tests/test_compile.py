@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from kerneltune.compile import Compiled, CompilePool, _classify, whole_config
+from kerneltune.compile import Compiled, CompilePool, classify, whole_config
 from kerneltune.device import target
 from kerneltune.errors import UserError
+from kerneltune.kernels.tunable import Scalar
 
 MEASURE = Path(__file__).parent / "measure"
 sys.path.insert(0, str(MEASURE))
@@ -24,7 +25,7 @@ import toy  # noqa: E402
 from test_child import gone_within, running  # noqa: E402
 
 ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942", "gfx950")
-WORKLOAD = {"k": 4096, "dtype": "bf16", "rows": 8}
+WORKLOAD: dict[str, Scalar] = {"k": 4096, "dtype": "bf16", "rows": 8}
 SMALL = {
     "mla-decode": {"batch": 2, "kv_len": 256},
     "moe": {"tokens": 8, "E": 8, "global_E": 8, "N": 64, "K": 128, "top_k": 2},
@@ -152,7 +153,7 @@ def test_shared_parameters_are_made_equal_in_the_other_parts() -> None:
 
 def test_ptxas_words_for_too_much_shared_memory() -> None:
     error = RuntimeError("ptxas error   : Entry function 'f' uses too much shared data (0x40000 bytes, 0x38c00 max)")
-    assert _classify(error) == ("infeasible", "shared memory: needs 262144 B, device has 232448 B")
+    assert classify(error) == ("infeasible", "shared memory: needs 262144 B, device has 232448 B")
 
 
 KEYS = """

@@ -37,7 +37,7 @@ def read_sum(x_ptr, out_ptr, num_blocks, BLOCK: tl.constexpr):
     pid = tl.program_id(0)
     acc = tl.zeros([BLOCK], dtype=tl.int32)
     for block in range(pid, num_blocks, tl.num_programs(0)):
-        acc += tl.load(x_ptr + block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK))
+        acc += tl.load(x_ptr + tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK))
     tl.store(out_ptr + pid, tl.sum(acc, axis=0))
 
 

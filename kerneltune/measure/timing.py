@@ -13,9 +13,10 @@ turns, in both orders, each turn after a pause. Clocks are read and never set.
 from __future__ import annotations
 
 import contextlib
+import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -96,7 +97,7 @@ def capture(run: Run) -> torch.cuda.CUDAGraph:
         run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(side):
+    with torch.cuda.stream(side), _no_garbage_collection():
         graph.capture_begin()
         try:
             run()
@@ -107,6 +108,18 @@ def capture(run: Run) -> torch.cuda.CUDAGraph:
         graph.capture_end()
     torch.cuda.current_stream().wait_stream(side)
     return graph
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Unloading an old module or graph in the middle of a capture would spoil it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def time_launch(

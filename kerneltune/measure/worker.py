@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kerneltune.child import Child, ChildDied, ChildStartError, ChildTimeout, one_line
+from kerneltune.child import Child, ChildDied, ChildStartError, ChildTimeout
 from kerneltune.errors import UserError
 
 if TYPE_CHECKING:
@@ -273,10 +273,9 @@ class Measurer:
         """An exception as an outcome."""
         import torch
 
-        name = type(error).__name__
-        outcome, reason = ("infeasible" if name == "OutOfResources" else "crashed"), one_line(error)
-        if name in ("CompilationError", "CompileTimeAssertionFailure", "UnsupportedLanguageConstruct", "PTXASError"):
-            outcome = "compile_error"
+        from kerneltune.compile import classify
+
+        outcome, reason = classify(error, otherwise="crashed")
         if isinstance(error, torch.OutOfMemoryError):
             reason = "out of GPU memory"
         error.__traceback__ = None  # its frames hold tensors

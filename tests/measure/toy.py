@@ -95,7 +95,7 @@ class Toy:
     sources = ("toy.py",)
 
     def complete_workload(self, given: Workload) -> dict[str, Scalar]:
-        return {"k": 96, "dtype": "fp16", "rows": 8} | dict(given)
+        return {"k": 96, "dtype": "fp16", "rows": 8, **given}
 
     def default_config(self, workload: Workload, device: Device) -> Config:
         return {"BLOCK_K": 32, "num_warps": 4, "defect": "none"}
