@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import report_sample as sample
 
 from kerneltune.cli import main
-from tests.report import sample
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:

@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
+import report_sample as sample
 
 from kerneltune.errors import UserError
 from kerneltune.records import RecordWriter
 from kerneltune.report.data import geomean, group_labels
 from kerneltune.report.load import find_folders, read_curves, read_report
 from kerneltune.report.text import to_text
-from tests.report import sample
 
 
 def test_a_table_entry_is_a_row_with_its_own_figures(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 import pytest
+import report_sample as sample
 
 from kerneltune.report.data import Curve
 from kerneltune.report.load import find_folders, read_report
 from kerneltune.report.plots import convergence, draw, roofline, save_plots
-from tests.report import sample
 
 NAMES = {"roofline.png", "roofline.svg", "convergence.png", "convergence.svg"}
 

@@ -8,11 +8,11 @@ import json
 from pathlib import Path
 
 import pytest
+import report_sample as sample
 
 from kerneltune.report.formats import to_csv, to_json, to_markdown
 from kerneltune.report.load import find_folders, read_report
 from kerneltune.report.text import HEADERS, number, render, to_text
-from tests.report import sample
 
 
 @pytest.fixture(scope="module")

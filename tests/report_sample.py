@@ -63,7 +63,7 @@ def session(kernel: str, source: str = "live", **fields: Any) -> Session:
 
 def mla_workload(batch: int, kv_len: int, heads: int) -> dict[str, Any]:
     """A workload of DeepSeek-V3's attention."""
-    sizes = {"heads": heads, "h_kv": 1, "s_q": 1, "causal": True, "page_size": 64}
+    sizes = {"heads": heads, "h_kv": 1, "s_q": 1, "causal": False, "page_size": 64}
     widths = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
     return {
         "dtype": "bf16",
