@@ -13,7 +13,7 @@ import math
 import operator
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kerneltune.errors import UserError
@@ -38,7 +38,6 @@ _ALLOWED = (
     *(ast.Compare, ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.In, ast.NotIn),
     *(ast.Call, ast.Name, ast.Load, ast.Constant, ast.Tuple, ast.List),
 )
-_BOOLEAN = (ast.BoolOp, ast.Compare, ast.Name)  # may be true or false; a Name is checked when it has a value
 
 
 @dataclass(frozen=True)
@@ -48,23 +47,23 @@ class Expression:
     text: str
     origin: str  # for messages: "moe.toml: where[2].rule"
     names: frozenset[str]  # the names it reads
-    tree: ast.expr
+    flags: frozenset[str]  # those that stand where true or false must
+    tree: ast.expr = field(compare=False, repr=False)
 
     def __call__(self, values: Mapping[str, Any]) -> bool:
         """True or false for these values.
 
         Raises:
-            UserError: it cannot be evaluated (division by zero, a string in arithmetic), or gives neither.
+            UserError: it cannot be evaluated (division by zero, a string in arithmetic).
         """
-        evaluator = _evaluator(values)
+        for name in self.flags:
+            if not isinstance(values.get(name), bool):
+                raise UserError(f"{self.origin}: {self.text!r}: {name} is {values.get(name)!r}, expected true or false")
         try:
-            result = evaluator.eval(self.text, previously_parsed=self.tree)
+            return bool(_evaluator(values).eval(self.text, previously_parsed=self.tree))
         except Exception as error:  # whatever simpleeval or an operator says about these values
             given = ", ".join(f"{name}={values.get(name)!r}" for name in sorted(self.names))
             raise UserError(f"{self.origin}: {self.text!r} cannot be evaluated: {error} (with {given})") from None
-        if not isinstance(result, bool):
-            raise UserError(f"{self.origin}: {self.text!r} gives {result!r}, expected true or false")
-        return result
 
 
 def parse_expression(text: object, known: Collection[str], origin: str) -> Expression:
@@ -85,7 +84,7 @@ def parse_expression(text: object, known: Collection[str], origin: str) -> Expre
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "\d" in a string literal, say
-            tree = ast.parse(text.strip(), mode="eval")
+            tree = ast.parse((text if "#" in text else text.replace("\n", " ")).strip(), mode="eval")
             depth = _depth(tree)
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         detail = error.msg if isinstance(error, SyntaxError) else "nested too deeply or not text"
@@ -100,9 +99,10 @@ def parse_expression(text: object, known: Collection[str], origin: str) -> Expre
     for name in sorted(names):
         if name not in known:
             raise UserError(f"{origin}: unknown name {name!r} in {text!r:.200}{suggest(name, known)}")
-    if not _is_boolean(tree.body):
+    flags = _flags(tree.body)
+    if flags is None:
         raise UserError(f"{origin}: {text!r:.200} is not true or false; expected a comparison, or several with and, or")
-    return Expression(text.strip(), origin, frozenset(names), tree.body)
+    return Expression(text.strip(), origin, frozenset(names), frozenset(flags), tree.body)
 
 
 def suggest(name: str, known: Collection[str]) -> str:
@@ -130,14 +130,17 @@ def _check_node(node: ast.AST, text: str, origin: str) -> None:
         raise UserError(f"{origin}: {text!r:.200}: {wrong} (expected only {allowed})")
 
 
-def _is_boolean(node: ast.expr) -> bool:
+def _flags(node: ast.expr) -> set[str] | None:
+    """The names that must be true or false for `node` to be; None: it is a number, a text or a list in any case."""
     if isinstance(node, ast.BoolOp):
-        return all(_is_boolean(value) for value in node.values)
+        parts = [_flags(value) for value in node.values]
+        return None if None in parts else set().union(*(part for part in parts if part))
     if isinstance(node, ast.UnaryOp):
-        return isinstance(node.op, ast.Not) and _is_boolean(node.operand)
-    if isinstance(node, ast.Constant):
-        return isinstance(node.value, bool)
-    return isinstance(node, _BOOLEAN) and not (isinstance(node, ast.Name) and node.id in FUNCTIONS)
+        return _flags(node.operand) if isinstance(node.op, ast.Not) else None
+    if isinstance(node, ast.Name):
+        return {node.id} if node.id not in FUNCTIONS else None
+    is_boolean = isinstance(node, ast.Compare) or (isinstance(node, ast.Constant) and isinstance(node.value, bool))
+    return set() if is_boolean else None
 
 
 def _depth(node: ast.AST) -> int:

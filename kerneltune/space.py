@@ -29,6 +29,7 @@ MAX_POINTS = 1_000_000  # a product larger than this cannot be enumerated in a r
 MAX_FILE_BYTES = 1 << 20
 DEVICE_NAMES = tuple(field.name for field in fields(Device))
 PART = "part"  # rules may name the part: 'part == "gemm1"'
+_NUMBER = re.compile(r"\s*\b\d+\b")
 _ARCH = re.compile(r"(sm_\d*|gfx[0-9a-f]*)\Z")
 
 Scalar = int | str | bool
@@ -127,7 +128,7 @@ class Space:
             reason = next((why for allows, why in rules if not allows(point)), None)
             if reason is None:
                 invalid = tunable.is_valid(part, point, workload, device)
-                reason = None if invalid is None else invalid.split(":", 1)[0]
+                reason = None if invalid is None else _NUMBER.sub("", invalid.split(":", 1)[0])
             yield point, reason
 
     def _check_parameters(
@@ -218,13 +219,13 @@ def _parse(text: str, path: str) -> Space:
     values = _value_lists(data["parameters"], path, "parameters")
     if not values:
         raise UserError(f"{path}: parameters: expected at least one parameter")
-    overrides = _overrides(data.get("arch", {}), values, path)
-    _check_size(values, overrides, path)
     keys = KEYS[kernel]
     names = (*values, *keys.all, *DEVICE_NAMES, PART)
     for name in values:
         if name in (*keys.all, *DEVICE_NAMES, PART, *FUNCTIONS):
             raise UserError(f"{path}: parameters.{name}: this name means something else in rules; expected another")
+    overrides = _overrides(data.get("arch", {}), values, path)
+    _check_size(values, overrides, path)
     return Space(
         kernel=kernel,
         path=path,

@@ -134,7 +134,7 @@ _USUAL = {
     "mla-decode": {
         "h_kv": 1,
         "s_q": 1,
-        "causal": True,
+        "causal": False,
         "page_size": 64,
         "kv_lora_rank": 512,
         "qk_rope_head_dim": 64,
@@ -152,10 +152,13 @@ def models() -> dict[str, Model]:
         UserError: a fault in models.toml.
     """
     data = parse_toml(read_toml_text(SHIPPED / MODELS_FILE, MODELS_FILE), MODELS_FILE)
-    try:
-        return {name: msgspec.convert(table, Model) for name, table in data.items()}
-    except msgspec.ValidationError as error:
-        raise UserError(f"{MODELS_FILE}: {error}") from None
+    found = {}
+    for name, table in data.items():
+        try:
+            found[name] = msgspec.convert(table, Model)
+        except msgspec.ValidationError as error:
+            raise UserError(f"{MODELS_FILE}: {name}: {error}") from None
+    return found
 
 
 def _find_model(model: str) -> tuple[str, Model]:
