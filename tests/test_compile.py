@@ -199,18 +199,36 @@ def test_the_result_is_plain_data() -> None:
 
 
 @pytest.mark.gpu
-def test_a_run_after_a_compile_compiles_nothing(own_triton_cache: Path) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "given"),
+    [
+        ("toy:TOY", WORKLOAD),
+        ("mla-decode", {"batch": 4, "kv_len": 1024}),
+        ("moe", {"tokens": 64, "E": 8, "global_E": 8, "N": 256, "K": 512, "top_k": 2}),
+    ],
+)
+def test_a_run_after_a_compile_compiles_nothing(kernel: str, given: dict[str, Scalar], own_triton_cache: Path) -> None:
+    """Edge problems included: compiles happen in children, ahead of time, and never while the GPU waits."""
+    from kerneltune.compile import resolve_tunable
     from kerneltune.device import detect
+    from kerneltune.kernels.tunable import part_params
     from kerneltune.measure.worker import GpuWorker
 
-    device = detect()
+    tunable, device = resolve_tunable(kernel), detect()
     assert device is not None
-    workload = toy.TOY.complete_workload(WORKLOAD)
-    with CompilePool("toy:TOY", device, workers=1) as pool:
-        pool.submit("job", "dot", params(), workload)
-        assert pool.result("job").outcome == "ok"
-    before = {path.relative_to(own_triton_cache) for path in own_triton_cache.rglob("*.cubin")}
-    assert len(before) == 1
-    with GpuWorker("toy:TOY") as worker:
-        assert worker.trial(workload, "", params())["outcome"] == "ok"
-    assert {path.relative_to(own_triton_cache) for path in own_triton_cache.rglob("*.cubin")} == before
+    workload = tunable.complete_workload(given)
+    config = tunable.default_config(workload, device)
+
+    def binaries() -> set[str]:
+        return {path.parent.name for path in own_triton_cache.rglob("*.cubin")}
+
+    with CompilePool(kernel, device, workers=1) as pool:
+        for part in tunable.parts:
+            pool.submit(part, part, part_params(tunable, config, part), workload)
+        assert [pool.result(part).outcome for part in tunable.parts] == ["ok"] * len(tunable.parts)
+    before = binaries()
+    assert before
+    with GpuWorker(kernel) as worker:
+        reply = worker.trial(workload, "", config)
+    assert reply["outcome"] == "ok", reply["reason"]
+    assert binaries() == before
