@@ -36,7 +36,7 @@ NOT_SPECIALIZED = ["n_pairs", "direct"]
 def _count_blocks(num_tokens_post_padded_ptr, n_pairs, direct, BLOCK_M: tl.constexpr):
     """Row blocks in use."""
     count = n_pairs
-    if not direct:
+    if direct == 0:
         count = tl.load(num_tokens_post_padded_ptr) // BLOCK_M
     return count
 

@@ -23,7 +23,7 @@ def fused_moe_reference(
     topk_ids: torch.Tensor,
     expert_map: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """hidden [tokens, K], w1 [E, 2N, K], w2 [E, K, N], topk_* [tokens, top_k] -> [tokens, K] float64. Waits for the GPU."""
+    """hidden [tokens, K], w1 [E, 2N, K], w2 [E, K, N], topk_* [tokens, top_k] -> out float64. Waits for the GPU."""
     experts = local_ids(topk_ids, expert_map, len(w1))
     out = torch.zeros(hidden.shape, dtype=torch.float64, device=hidden.device)
     for expert in experts[experts >= 0].unique().tolist():
