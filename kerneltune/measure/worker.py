@@ -78,6 +78,8 @@ class GpuWorker:
         Returns:
             {"outcome": "ok" or "crashed" or "timed_out", "reason", "prepare_s"}.
         """
+        if not self._child.alive:  # it died between two requests, or Ctrl-C cut one short: nobody's fault
+            self._replace()
         key = json.dumps([dict(workload), seed], sort_keys=True)
         if key == self._prepared:
             return {"outcome": "ok", "reason": "", "prepare_s": 0.0}

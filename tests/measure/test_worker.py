@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -64,6 +66,13 @@ def test_each_accident_has_its_outcome_and_the_next_is_fine(
     assert (worker.restarts - before, worker.pid != pid) == (int(replaced), replaced)
     assert gated(worker, "none")["outcome"] == "ok"
     assert worker.restarts - before == int(replaced)
+
+
+def test_a_process_that_dies_between_requests_is_replaced(worker: GpuWorker) -> None:
+    assert gated(worker, "none")["outcome"] == "ok"
+    os.kill(worker.pid, signal.SIGKILL)
+    time.sleep(0.2)
+    assert gated(worker, "none")["outcome"] == "ok"
 
 
 def test_finals_gate_each_config_and_require_the_same_bits() -> None:
