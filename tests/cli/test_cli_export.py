@@ -1,0 +1,161 @@
+"""`kerneltune export` and `kerneltune lookup`: tables into a folder to ship, and which entry serves a workload."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kerneltune.cli import main
+from kerneltune.device import target
+from kerneltune.kernels import tables as launch_tables
+from kerneltune.registry import load_tunable
+from kerneltune.tables import add_entry, load_table, make_entry, make_table, write_table
+
+H200 = target("sm_90").to_dict()
+NAME = "mla-decode.bf16.nvidia-h200.json"
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.delenv("KERNELTUNE_TABLES", raising=False)
+    monkeypatch.setattr(launch_tables, "_shipped", lambda: ())
+    launch_tables.forget()
+    yield
+    launch_tables.forget()
+
+
+def command(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    """What the command printed: results, or with a code its line on stderr."""
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    captured = capsys.readouterr()
+    assert left.value.code == code, captured.err
+    return captured.err if code else captured.out
+
+
+def entry(batch: int, splits: int = 4, **given: Any) -> dict[str, Any]:
+    workload = load_tunable("mla-decode").complete_workload({"batch": batch, "kv_len": 4096, "heads": 16, **given})
+    config = {"BLOCK_H": 16, "BLOCK_N": 64, "num_splits": splits, "num_warps": 4, "num_stages": 2}
+    return make_entry(workload, config, {"time_us": 12.5, "default_us": 20.0, "roofline": 0.87, "bound": "memory"})
+
+
+def searched(batch: int, splits: int = 4, folder: str = "nvidia-h200/mla-decode", **given: Any) -> Path:
+    out = Path("kerneltune-results") / folder / "tables"
+    return add_entry(out, "mla-decode", H200, {"triton": "3.6.0"}, entry(batch, splits, **given))
+
+
+def test_export_takes_the_searches_here(capsys: pytest.CaptureFixture[str]) -> None:
+    searched(1)
+    searched(8)
+    searched(8, dtype="fp16")
+    text = command(capsys, "export", "--to", "ship")
+    assert text.splitlines() == [
+        f"ship/{NAME}  2 entries",
+        "ship/mla-decode.fp16.nvidia-h200.json  1 entry",
+    ]
+    assert [e["workload"]["batch"] for e in load_table(Path("ship") / NAME).entries] == [1, 8]
+
+
+def test_export_merges_into_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    first = searched(1, 2)
+    command(capsys, "export", str(first), "--to", "ship")
+    second = searched(8, 3, "other/mla-decode")
+    shown = json.loads(command(capsys, "export", str(second.parent.parent), "--to", "ship", "--json"))
+    assert shown == [{"file": f"ship/{NAME}", "entries": 2}]
+    found = load_table(Path("ship") / NAME).entries
+    assert [(e["workload"]["batch"], e["config"]["num_splits"]) for e in found] == [(1, 2), (8, 3)]
+    assert command(capsys, "export", "kerneltune-results", "--to", "all").endswith("2 entries\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--to", "ship"], "no tables in ./kerneltune-results and none shipped"),
+        (["gone", "--to", "ship"], "gone: no such file or folder"),
+        (["empty", "--to", "ship"], "empty: no tables"),
+        (["bad.json", "--to", "ship"], "bad.json: schema: expected 1, got nothing"),
+        (["--to", "ship", "--format", "vllm"], "--format vllm isn't there yet"),
+        (["--to", "ship", "--format", "sglang"], "--format sglang isn't there yet"),
+        (["--to", "ship", "--format", "xml"], "--format 'xml': expected kerneltune"),
+        ([], "Missing option '--to'"),
+    ],
+)
+def test_export_refuses(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
+    Path("empty").mkdir()
+    Path("bad.json").write_text("{}")
+    line = command(capsys, "export", *arguments, code=2)
+    assert says in line
+    assert line.count("\n") == 1
+    assert not Path("ship").exists()
+
+
+def test_a_bad_table_among_good_ones_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    searched(1)
+    Path("kerneltune-results/nvidia-h200/mla-decode/tables/z.json").write_text("{")
+    assert "z.json: not valid JSON" in command(capsys, "export", "--to", "ship", code=2)
+    assert not Path("ship").exists()
+
+
+def test_export_falls_back_to_the_shipped_tables(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write_table(tmp_path / "shipped.json", make_table("mla-decode", H200, {}, [entry(1)]))
+    monkeypatch.setattr(launch_tables, "_shipped", lambda: (str(tmp_path / "shipped.json"),))
+    assert command(capsys, "export", "--to", "ship") == f"ship/{NAME}  1 entry\n"
+
+
+ASKED = "batch=12,kv_len=4096,heads=16"
+
+
+def test_lookup_names_file_and_entry(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = searched(8, 6)
+    monkeypatch.setenv("KERNELTUNE_TABLES", str(path))
+    shown = command(capsys, "lookup", "mla-decode", ASKED, "--target", "sm_90").splitlines()
+    assert shown == [
+        "mla-decode  batch=12 kv_len=4096 heads=16 bf16  NVIDIA H200",
+        "  entry     batch=8 kv_len=4096 heads=16 bf16 (nearest, 0.58 away in summed |log2|)",
+        "  config    BLOCK_H=16  BLOCK_N=64  num_splits=6  num_warps=4  num_stages=2",
+        f"  file      {path} (KERNELTUNE_TABLES)",
+        "  measured  12.5 us, default 20.0 us, 87% of the measured memory ceiling",
+    ]
+    given = ["lookup", "mla-decode", "batch=8,kv_len=4096,heads=16", "--device", "NVIDIA H200:132", "--json"]
+    answer = json.loads(command(capsys, *given))
+    assert answer["match"]["exact"] is True
+    assert answer["match"]["config"]["num_splits"] == 6
+    assert answer["nearest"] is None
+
+
+def test_lookup_says_what_keeps_the_nearest_out(capsys: pytest.CaptureFixture[str]) -> None:
+    path = searched(64)
+    shown = command(capsys, "lookup", "mla-decode", ASKED, "--target", "sm_90", "--table", str(path))
+    assert "  no entry fits; the kernel takes its default config\n" in shown
+    assert f"  nearest   batch=64 kv_len=4096 heads=16 bf16 in {path}\n" in shown
+    assert "  differs   batch: 64 there, 12 asked for, more than a factor of 2 apart\n" in shown
+    assert "  to tune   kerneltune search mla-decode --workload batch=12,kv_len=4096,dtype=bf16," in shown
+
+
+def test_lookup_without_any_table(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = command(capsys, "lookup", "mla-decode", ASKED, "--target", "sm_90")
+    assert "no table of mla-decode is in any of the places" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["mle", ASKED, "--target", "sm_90"], "unknown kernel 'mle'"),
+        (["mla-decode", "batch", "--target", "sm_90"], "expected key=value"),
+        (["mla-decode", "bach=1", "--target", "sm_90"], "bach"),
+        (["mla-decode", ASKED, "--device", "NVIDIA H200"], "expected a name and its number of SMs"),
+        (["mla-decode", ASKED, "--device", "NVIDIA H200:132", "--target", "sm_90"], "give one of them"),
+    ],
+)
+def test_lookup_refuses(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
+    line = command(capsys, "lookup", *arguments, code=2)
+    assert says in line
+    assert line.count("\n") == 1
