@@ -42,9 +42,9 @@ class Config:
 # Tiles to choose from, the best first, by the least number of rows that they are meant for. Measured on an H200, bf16:
 # 128 heads want 64 rows (32 rows: 3 % slower at batch 128), 16 heads want 64 keys (32 keys: 4 % slower).
 TILES = {
-    33: (Config(64, 64, 1, 8, 2), Config(32, 64, 1, 4, 2), Config(32, 32, 1, 4, 2)),
+    33: (Config(64, 64, 1, 8, 2), Config(64, 32, 1, 8, 2), Config(32, 64, 1, 4, 2), Config(32, 32, 1, 4, 2)),
     17: (Config(32, 64, 1, 4, 2), Config(32, 32, 1, 4, 2)),
-    1: (Config(16, 64, 1, 4, 2), Config(16, 32, 1, 4, 2), Config(16, 16, 1, 4, 2), Config(16, 16, 1, 4, 1)),
+    1: (Config(16, 64, 1, 4, 2), Config(16, 32, 1, 4, 3), Config(16, 32, 1, 4, 2), Config(16, 16, 1, 4, 1)),
 }
 MAX_SPLITS = 128
 KEYS_PER_SPLIT = 128  # a shorter split costs more to start and to merge than it saves
@@ -59,9 +59,20 @@ def default_config(workload: Mapping[str, Any], device: Device) -> Config:
     rows = workload["s_q"] * workload["heads"] // workload["h_kv"]
     for least_rows, tiles in TILES.items():
         for tile in tiles if rows >= least_rows else ():
-            if is_valid(tile, workload, device) is None:
+            if is_valid(tile, workload, device) is None and _suits(tile, workload, device):
                 return replace(tile, num_splits=_default_splits(tile, rows, workload, device))
     return TILES[1][-1]
+
+
+def _suits(tile: Config, workload: Mapping[str, Any], device: Device) -> bool:
+    """Whether this tile is a good default here, by what off-GPU compiles show."""
+    if device.backend == "hip":  # 64 keys, or a third stage, need more than the 64 KB of a gfx942
+        return tile.BLOCK_H <= 32 and tile.BLOCK_N <= 32 and tile.num_stages <= 2
+    if device.arch == "sm_100" and tile.BLOCK_H >= 64:  # P and Q pass through buffers of their own: 287 KB for 64 x 64
+        return tile.BLOCK_N <= 32
+    if tile.BLOCK_H == 16:  # a page index and a 64-bit address for each key: 64 keys spill 240 B in the loop
+        return tile.BLOCK_N <= 32 or workload["page_size"] % tile.BLOCK_N == 0
+    return True
 
 
 def _default_splits(tile: Config, rows: int, workload: Mapping[str, Any], device: Device) -> int:
@@ -115,15 +126,18 @@ def scratch_bytes(config: Config, workload: Mapping[str, Any]) -> int:
 def shared_bytes(config: Config, workload: Mapping[str, Any], device: Device) -> int:
     """Shared memory that the split kernel needs: Q, P, the buffers of the pipeline; or the result on its way out.
 
-    What Triton 3.6 and 3.9 report with two or more stages, except where they add up to 2 KB of their own; with one
-    stage they need more, and the compiler has the last word. So this is never more than the truth. The tests compare.
+    With two or more stages, this is what Triton 3.6 and 3.9 report on NVIDIA (64 rows on sm_100 aside), except where they
+    add up to 2 KB of their own. Elsewhere they need more, never less, and the compiler has the last word. The tests
+    compare.
     """
     element = 2  # bytes of bf16 and fp16
     latent, rope = block_width(workload["kv_lora_rank"]), block_width(workload["qk_rope_head_dim"])
     q = config.BLOCK_H * (latent + rope) * element
     kv = config.BLOCK_N * (latent + rope) * element
-    if device.backend == "hip":  # Q stays in registers
-        return max(1, config.num_stages - 1) * kv
+    if device.backend == "hip":  # Q stays in registers, and some of the KV may
+        return config.BLOCK_N * latent * element
+    if device.arch == "sm_100" and config.BLOCK_H >= 64:
+        return kv
     p = config.BLOCK_H * config.BLOCK_N * element
     if not _hopper_matrix_unit(config, device):
         in_registers = config.num_stages == 1 or config.BLOCK_H == config.BLOCK_N == 16
