@@ -209,7 +209,7 @@ def test_shipped_spaces_hold_points_and_the_tile_of_the_default(
     default = tunable.default_config(workload, device)
     for part in tunable.parts:
         points = space.points(tunable, part, workload, device)
-        assert 24 <= len(points) <= 400
+        assert 24 <= len(points) <= (400 if arch == "sm_90" else 500)
         assert all(tunable.is_valid(part, point, workload, device) is None for point in points)
         assert len({tuple(point.values()) for point in points}) == len(points)
         if arch == "sm_90":  # num_splits has too many good values to list
