@@ -59,7 +59,10 @@ KEYS = {
 
 
 class TableError(ValueError):
-    """Why a file is not a table: one line naming the field."""
+    """Why a file is not a table: one short line naming the field, whatever characters the file's names hold."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("".join(c if c.isprintable() else "?" for c in message)[:MAX_TEXT])
 
 
 @dataclass(frozen=True)
@@ -144,8 +147,10 @@ def _check_entry(entry: object, keys: Keys, where: str) -> None:
     if not config:
         raise TableError(f"{where}.config: expected parameters, got none")
     for name, value in config.items():
-        for inner, item in value.items() if isinstance(value, dict) else [("", value)]:
-            _check_parameter(item, f"{where}.config.{name}{'.' if inner else ''}{inner}")
+        _text(name, f"{where}.config, a name")
+        for inner, item in value.items() if isinstance(value, dict) else [("value", value)]:
+            _text(inner, f"{where}.config.{name}, a name")
+            _check_parameter(item, f"{where}.config.{name}" + (f".{inner}" if isinstance(value, dict) else ""))
     for part in ("measured", "loss"):
         for name, value in _mapping(fields.get(part, {}), f"{where}.{part}").items():
             _check_finite(value, f"{where}.{part}.{name}")
@@ -176,8 +181,8 @@ def _mapping(value: object, where: str) -> dict[str, Any]:
 
 
 def _text(value: object, where: str) -> str:
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_TEXT:
-        raise TableError(f"{where}: expected a text of 1 to {MAX_TEXT} characters, got {_shown(value)}")
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_TEXT or not value.isprintable():
+        raise TableError(f"{where}: expected a text of 1 to {MAX_TEXT} printable characters, got {_shown(value)}")
     return value
 
 

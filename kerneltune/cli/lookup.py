@@ -94,13 +94,12 @@ def _config_text(config: dict[str, Any]) -> str:
 
 
 def _measured_text(measured: Any) -> str:
+    figures = {name: value for name, value in measured.items() if isinstance(value, int | float) and value > 0}
     words = []
-    if measured.get("time_us"):
-        words.append(f"{measured['time_us']} us")
-    if measured.get("default_us"):
-        words.append(f"default {measured['default_us']} us")
-    if measured.get("roofline"):
-        words.append(
-            f"{measured['roofline']:.0%} of the measured {measured.get('bound') or ''} ceiling".replace("  ", " ")
-        )
+    if "time_us" in figures:
+        words.append(f"{figures['time_us']} us")
+    if "default_us" in figures:
+        words.append(f"default {figures['default_us']} us")
+    if "roofline" in figures and measured.get("bound") in ("memory", "compute"):
+        words.append(f"{figures['roofline']:.0%} of the measured {measured['bound']} ceiling")
     return ", ".join(words) or "nothing (an imported entry)"

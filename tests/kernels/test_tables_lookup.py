@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kerneltune.kernels import tables
@@ -285,6 +285,10 @@ DAMAGED = [
     (damaged("entries.1.measured.time_us", float("nan")), "NaN is not a number that JSON has"),
     (damaged("entries.1.measured.time_us", float("inf")), "Infinity is not a number that JSON has"),
     (damaged("entries.1.measured.time_us", 7).replace(b"7}", b"1e999}"), r"measured.time_us: expected a finite number"),
+    (damaged("entries.1.workload.dtype", "\x1b[31mbf16"), r"entries\[1\].workload.dtype: expected a text"),
+    (damaged("entries.1.config", {"a\nb": 1}), r"entries\[1\].config, a name: expected a text"),
+    (damaged("entries.1.config", {"a": {"": 1}}), r"entries\[1\].config.a, a name: expected a text"),
+    (damaged("entries.1.loss", {"inputs": {"\n": None}}), r"entries\[1\].loss.inputs.\?: expected a number"),
     (damaged("entries.1.loss", {"inputs": 3}), r"entries\[1\].loss.inputs: expected an object"),
     (damaged("entries.1.loss", {"inputs": {"equal": "x"}}), r"entries\[1\].loss.inputs.equal: expected a number"),
 ]
@@ -347,6 +351,7 @@ JSON = st.recursive(
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example("entries.0.loss.inputs", {"\n": None})
 @given(
     st.sampled_from(FIELDS),
     JSON,
