@@ -10,11 +10,14 @@ import torch
 import triton
 import triton.language as tl
 
+from kerneltune.kernels.mla_decode.config import block_width
 from kerneltune.kernels.mla_decode.triton_split_kv import LN_2, LOWEST
 from kerneltune.kernels.tunable import KernelCall
 
-BLOCK_D = 64  # columns of a program: 16 rows x 8 programs keep most of an H200 busy at batch 1
-BLOCK_S = (4, 16, 64)  # splits merged at a time, to choose from: few values, so few compiles
+FEW_ROWS = 256  # below it a row is shared out over programs of NARROW columns, or 16 rows would keep 16 SMs busy
+NARROW = 64
+TILE = 4096  # float32 partials that a program holds at a time: 32 registers a thread
+FEW_SPLITS = 4
 NOT_SPECIALIZED = ["empty_lse", "h_kv", "group", "rows", "num_splits"]
 
 
@@ -89,14 +92,16 @@ def combine_call(
     batch, s_q, heads, latent = out.shape
     num_splits = partial_lse.shape[-1]
     group = heads // h_kv
+    rows = batch * heads * s_q
+    block_d = NARROW if rows < FEW_ROWS else block_width(latent)
     return KernelCall(
         combine_kernel,
-        (batch * heads * s_q, triton.cdiv(latent, BLOCK_D)),
+        (rows, triton.cdiv(latent, block_d)),
         (partial_out, partial_lse, out, lse, empty_lse, *out.stride()[:3], h_kv, group, s_q * group, num_splits),
         {
             "LATENT": latent,
-            "BLOCK_S": next((n for n in BLOCK_S if n >= num_splits), BLOCK_S[-1]),
-            "BLOCK_D": BLOCK_D,
+            "BLOCK_S": FEW_SPLITS if num_splits <= FEW_SPLITS else TILE // block_d,
+            "BLOCK_D": block_d,
             "num_warps": 4,
             "num_stages": 2,
             "enable_fp_fusion": True,

@@ -126,9 +126,9 @@ def scratch_bytes(config: Config, workload: Mapping[str, Any]) -> int:
 def shared_bytes(config: Config, workload: Mapping[str, Any], device: Device) -> int:
     """Shared memory that the split kernel needs: Q, P, the buffers of the pipeline; or the result on its way out.
 
-    With two or more stages, this is what Triton 3.6 and 3.9 report on NVIDIA (64 rows on sm_100 aside), except where they
-    add up to 2 KB of their own. Elsewhere they need more, never less, and the compiler has the last word. The tests
-    compare.
+    With two or more stages, this is what Triton 3.6 and 3.9 report on NVIDIA (64 rows on sm_100 aside), except where
+    they add up to 2 KB of their own. Elsewhere they need more, never less, and the compiler has the last word. The
+    tests compare.
     """
     element = 2  # bytes of bf16 and fp16
     latent, rope = block_width(workload["kv_lora_rank"]), block_width(workload["qk_rope_head_dim"])

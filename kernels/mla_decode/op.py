@@ -1,7 +1,7 @@
 """The public MLA decode calls: check the arguments, choose a config, launch.
 
 Nothing here reads GPU memory or waits for the GPU. The launch path is kept lean: what depends only on shapes (the
-choice of a config) is computed once for each shape.
+choice of a config) is computed once for each shape, so a table installed later serves the shapes that come later.
 """
 
 from __future__ import annotations
@@ -205,28 +205,14 @@ def _run(
     lse = torch.empty(batch, heads, s_q, dtype=torch.float32, device=q.device)
     if batch == 0:
         return out, lse
-    if config is None:
-        page_size, h_kv = kv_cache.shape[1:3]
-        kv_len = block_table.shape[1] * page_size if max_kv_len is None else max_kv_len
-        shape = (
-            q.dtype,
-            heads,
-            h_kv,
-            s_q,
-            causal,
-            page_size,
-            kv_lora_rank,
-            d_qk - kv_lora_rank,
-            batch,
-            kv_len,
-            lengths,
-        )
-        config = _config_for(shape, q.device)
-    elif not isinstance(config, Config):
-        config = Config.from_dict(config)
-    scratch = allocate_scratch(q, kv_lora_rank, config.num_splits)
+    page_size, h_kv = kv_cache.shape[1:3]
+    kv_len = block_table.shape[1] * page_size if max_kv_len is None else max_kv_len
+    exact = (q.dtype, heads, h_kv, s_q, causal, page_size, kv_lora_rank, d_qk - kv_lora_rank)
+    given = config if config is None or isinstance(config, Config) else Config.from_dict(config)
+    chosen = _config_for(exact, batch, kv_len, lengths, q.device, given)
+    scratch = allocate_scratch(q, kv_lora_rank, chosen.num_splits)
     calls = decode_calls(
-        *(q, kv_cache, block_table, cache_seqlens, out, lse, scratch, config),
+        *(q, kv_cache, block_table, cache_seqlens, out, lse, scratch, chosen),
         softmax_scale=softmax_scale,
         causal=causal,
         empty_lse=empty_lse,
@@ -237,11 +223,22 @@ def _run(
 
 
 @functools.lru_cache(maxsize=4096)
-def _config_for(shape: tuple[Any, ...], torch_device: torch.device) -> Config:
-    """The table's config for these host-known values if it can run here, else the default."""
+def _config_for(
+    exact: tuple[Any, ...],
+    batch: int,
+    kv_len: int,
+    lengths: str | None,
+    torch_device: torch.device,
+    given: Config | None,
+) -> Config:
+    """The caller's config if it can run, or else the table's for these host-known values, or else the default.
+
+    Raises:
+        ValueError: the caller's config cannot run.
+    """
     from kerneltune.kernels import tables
 
-    dtype, heads, h_kv, s_q, causal, page_size, kv_lora_rank, rope, batch, kv_len, lengths = shape
+    dtype, heads, h_kv, s_q, causal, page_size, kv_lora_rank, rope = exact
     workload = {
         "dtype": DTYPE_NAMES[dtype],
         "kv_dtype": DTYPE_NAMES[dtype],
@@ -255,9 +252,14 @@ def _config_for(shape: tuple[Any, ...], torch_device: torch.device) -> Config:
         "batch": batch,
         "kv_len": max(kv_len, 1),
     }
+    device = device_of(torch_device)
+    if given is not None:
+        reason = is_valid(given, workload, device)
+        if reason:
+            raise ValueError(f"config {given.to_dict()} cannot run: {reason}")
+        return given
     if lengths is not None:
         workload["lengths"] = lengths
-    device = device_of(torch_device)
     found = tables.resolve(kernel="mla-decode", workload=workload, device=device)
     if found is not None:
         try:

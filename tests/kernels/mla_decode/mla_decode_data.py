@@ -45,7 +45,8 @@ def make_data(case: Case, dtype: torch.dtype, device: str, seed: int = 0) -> Dat
     if case.varlen:
         lengths = [max(int(case.s_k + case.s_k / 2 * z), case.s_q) for z in torch.randn(case.b, generator=cpu).tolist()]
     if case.zero_lengths:
-        lengths = [0 if zero else n for zero, n in zip((torch.rand(case.b, generator=cpu) < 0.3).tolist(), lengths)]
+        zeros = (torch.rand(case.b, generator=cpu) < 0.3).tolist()
+        lengths = [0 if zero else n for zero, n in zip(zeros, lengths, strict=True)]
     width = -(-max(*lengths, 1) // 256) * 256 // PAGE
     table = torch.randperm(case.b * width, generator=cpu, dtype=torch.int32).view(case.b, width)
     generator = torch.Generator(device).manual_seed(seed)
@@ -88,7 +89,7 @@ def reference(data: Data, case: Case, scale: float = D_QK**-0.5) -> tuple[torch.
 
 
 def disagreement(got: torch.Tensor, want: torch.Tensor, what: str) -> str:
-    """"" if FlashMLA's bar holds: each element within the absolute or the relative bound, and the cosine distance."""
+    """ "" if FlashMLA's bar holds: each element within the absolute or the relative bound, and the cosine distance."""
     bound = TOLERANCE[what]
     got, want = got.double(), want.double()
     if not torch.equal(got.isnan(), want.isnan()) or not torch.equal(got.isinf(), want.isinf()):
@@ -100,7 +101,8 @@ def disagreement(got: torch.Tensor, want: torch.Tensor, what: str) -> str:
     off = (got - want).abs()
     bad = (off > bound["abs"]) & (off > bound["rel"] * want.abs())
     if bad.any():
-        return f"{what}: {int(bad.sum())} of {bad.numel()} elements outside the bounds, by up to {float(off[bad].max()):.2e}"
+        worst = float(off[bad].max())
+        return f"{what}: {int(bad.sum())} of {bad.numel()} elements outside the bounds, by up to {worst:.2e}"
     squares = float((got.square() + want.square()).sum())
     distance = 1 - 2 * float((got * want).sum()) / squares if squares else 0.0
     if distance > bound.get("cosine_distance", 1.0):

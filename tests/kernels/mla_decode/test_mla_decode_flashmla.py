@@ -1,4 +1,4 @@
-"""FlashMLA's own grid of shapes with its data and its tolerance: a part of it in the interpreter, all of it on a GPU."""
+"""FlashMLA's own grid of shapes, with its data and tolerance: a part in the interpreter, all of it on a GPU."""
 
 from __future__ import annotations
 
