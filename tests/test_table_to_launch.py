@@ -38,9 +38,6 @@ def forget_choices() -> None:
     """Kernels choose once per shape; a test that changes tables must start anew."""
     launch_tables.forget()
     mla_op._config_for.cache_clear()
-    from kerneltune.kernels.moe import op as moe_op
-
-    moe_op._config_for.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +94,7 @@ def test_fused_moe_launches_the_installed_entry(tmp_path: Path, device: str, lau
     workload = load_tunable("moe").complete_workload(sizes)
     gemm = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 32, "GROUP_M": 1, "num_warps": 2, "num_stages": 1}
     config = {"gemm1": gemm, "gemm2": gemm | {"BLOCK_N": 32}}
-    install(tmp_path, "moe", moe_op.device_of(torch.device(device)), workload, config)
+    install(tmp_path, "moe", moe_op._device(torch.device(device)), workload, config)
     forget_choices()
     hidden = torch.randn(5, 64, device=device, dtype=torch.float16)
     w1 = torch.randn(4, 64, 64, device=device, dtype=torch.float16) / 8
