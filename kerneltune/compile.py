@@ -33,7 +33,7 @@ from kerneltune.errors import UserError
 from kerneltune.kernels.device import Device
 
 if TYPE_CHECKING:
-    from kerneltune.kernels.tunable import Config, KernelCall, Params, Tunable, Workload
+    from kerneltune.kernels.tunable import KernelCall, Params, Tunable, Workload
 
 JOB_TIMEOUT_S = 120.0
 JOBS_PER_CHILD = 200  # LLVM's and MLIR's contexts grow; a fresh child costs about 3 s
@@ -65,12 +65,21 @@ def resolve_tunable(kernel: str) -> Tunable:
     return load_tunable(kernel)
 
 
-def whole_config(tunable: Tunable, part: str, params: Params, base: Config) -> dict[str, Any]:
-    """The config `base` with one part replaced, and the shared parameters made equal in the other parts."""
+def whole_config(tunable: Tunable, part: str, params: Params, workload: Workload, device: Device) -> dict[str, Any]:
+    """The default config with one part replaced, and the shared parameters made equal in the other parts.
+
+    Another part that these parameters make too large for the device gets a shallower pipeline: it only has to run.
+    """
     from kerneltune.kernels.tunable import join_parts, part_params
 
-    shared = {name: params[name] for name in tunable.shared if name in params}
+    base = tunable.default_config(workload, device)
+    shared = {name: params[name] for name in tunable.shared}
     by_part = {other: part_params(tunable, base, other) | shared for other in tunable.parts}
+    for other, values in by_part.items():
+        for stages in range(int(values.get("num_stages", 1)) - 1, 0, -1):
+            if tunable.is_valid(other, values, workload, device) is None:
+                break
+            values["num_stages"] = stages
     by_part[part] = dict(params)
     return join_parts(tunable, by_part)
 
@@ -90,7 +99,7 @@ def compile_part(kernel: Tunable | str, part: str, params: Params, workload: Wor
         return Compiled(outcome, reason, compile_s=time.perf_counter() - start, **resources)
 
     parts = (part,) if part else tunable.parts
-    config = whole_config(tunable, part, params, tunable.default_config(workload, device)) if part else dict(params)
+    config = whole_config(tunable, part, params, workload, device) if part else dict(params)
     for name in parts:
         invalid = tunable.is_valid(name, part_params(tunable, config, name), workload, device)
         if invalid:
@@ -100,9 +109,10 @@ def compile_part(kernel: Tunable | str, part: str, params: Params, workload: Wor
             problem = tunable.make_problem(workload, device="meta")
             calls = tunable.launch(problem, config, part if part and len(tunable.parts) > 1 else None).calls
             used = [_compile_call(call, device) for call in calls]
-            if part and len(tunable.parts) > 1:  # the gate runs the whole operation
-                for call in tunable.launch(problem, config).calls:
-                    _compile_call(call, device, resources=False)
+            # The gate runs the whole operation, and on small problems; what that adds is small helper kernels.
+            gated = [problem, *(edge for _, edge in tunable.edge_problems(workload, "meta"))]
+            for call in (call for each in gated for call in tunable.launch(each, config).calls):
+                _compile_call(call, device, resources=False)
     except _Infeasible as error:
         return done("infeasible", str(error))
     except Exception as error:  # whatever Triton, LLVM or ptxas make of a config
@@ -264,7 +274,8 @@ class CompilePool:
     ) -> None:
         """Args:
         kernel: a registered name or "package.module:NAME".
-        workers: child processes; default: all CPUs of this process but two. They start with their first job.
+        workers: child processes; default: all CPUs of this process but two. All start with the first job,
+            since importing torch takes each of them seconds.
         """
         self._make_child: Callable[[], Child] = lambda: Child(
             "kerneltune.compile:CompileHandler", kernel, device, env=CHILD_ENV, nice=5
@@ -277,6 +288,7 @@ class CompilePool:
         self._children: set[Child] = set()
         self._lock = threading.Lock()
         self._closed = False
+        self._begun = threading.Event()
         count = workers or max(1, len(os.sched_getaffinity(0)) - CPUS_KEPT_FREE)
         self._threads = [threading.Thread(target=self._work, daemon=True, name=f"compile-{i}") for i in range(count)]
         for thread in self._threads:
@@ -293,6 +305,7 @@ class CompilePool:
             if future is None or future.cancelled():
                 future = self._by_job[name] = Future()
                 self._jobs.put((name, job, future))
+                self._begun.set()
             self._by_key[key] = future
 
     def ready(self, key: Hashable) -> bool:
@@ -326,6 +339,7 @@ class CompilePool:
             future.cancel()
         for _ in self._threads:
             self._jobs.put(None)
+        self._begun.set()
         for child in children:
             child.kill()
         for thread in self._threads:
@@ -341,7 +355,10 @@ class CompilePool:
         """One thread drives one child at a time."""
         child: Child | None = None
         done = 0
+        self._begun.wait()
         try:
+            with contextlib.suppress(ChildDied):  # closed before it began
+                child = self._start()
             while (job := self._jobs.get()) is not None:
                 _, message, future = job
                 if not future.set_running_or_notify_cancel():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+CHECK_FAILED = 1
 BAD_INPUT = 2
 NO_GPU = 3
+INTERRUPTED = 128 + 2  # what a shell reports for a process ended by SIGINT
 
 
 class UserError(Exception):

@@ -145,7 +145,7 @@ def test_children_are_recycled_and_gone_after_close() -> None:
 
 def test_shared_parameters_are_made_equal_in_the_other_parts() -> None:
     base = toy.TWO.default_config(WORKLOAD, target("sm_90"))
-    config = whole_config(toy.TWO, "second", params(BLOCK_K=128, num_warps=8), base)
+    config = whole_config(toy.TWO, "second", params(BLOCK_K=128, num_warps=8), WORKLOAD, target("sm_90"))
     assert config["second"] == params(BLOCK_K=128, num_warps=8)
     assert config["first"] == params(BLOCK_K=128, num_warps=4)
     assert base["first"]["BLOCK_K"] == 32

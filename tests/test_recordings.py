@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from proto import proto_recordings
 
 from kerneltune.errors import UserError

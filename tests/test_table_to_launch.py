@@ -14,14 +14,15 @@ import torch
 
 from kerneltune import tables
 from kerneltune.kernels import tables as launch_tables
-from kerneltune.kernels.mla_decode import mla_decode, op as mla_op
+from kerneltune.kernels.mla_decode import mla_decode
+from kerneltune.kernels.mla_decode import op as mla_op
 from kerneltune.kernels.moe import fused_moe
 from kerneltune.kernels.tunable import KernelCall
 from kerneltune.registry import load_tunable
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[KernelCall]]:
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[KernelCall]:
     """Every launch made during the test, in order."""
     calls: list[KernelCall] = []
     original: Callable[[KernelCall], None] = KernelCall.__call__
@@ -31,7 +32,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[KernelCall]]:
         original(call)
 
     monkeypatch.setattr(KernelCall, "__call__", spy)
-    yield calls
+    return calls
 
 
 def forget_choices() -> None:
@@ -90,7 +91,7 @@ def test_mla_decode_launches_the_installed_entry_and_the_default_without_it(
 def test_fused_moe_launches_the_installed_entry(tmp_path: Path, device: str, launched: list[KernelCall]) -> None:
     from kerneltune.kernels.moe import op as moe_op
 
-    sizes = {"dtype": "fp16", "E": 4, "N": 32, "K": 64, "top_k": 2, "tokens": 5}
+    sizes: dict[str, Any] = {"dtype": "fp16", "E": 4, "N": 32, "K": 64, "top_k": 2, "tokens": 5}
     workload = load_tunable("moe").complete_workload(sizes)
     gemm = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 32, "GROUP_M": 1, "num_warps": 2, "num_stages": 1}
     config = {"gemm1": gemm, "gemm2": gemm | {"BLOCK_N": 32}}

@@ -15,12 +15,11 @@ from collections.abc import Sequence
 import typer
 
 from kerneltune import __version__
-from kerneltune.errors import BAD_INPUT, UserError
+from kerneltune.errors import BAD_INPUT, INTERRUPTED, UserError
 
 COMMANDS = ("search", "record", "spaces", "ceilings", "compile", "report", "export", "lookup")
 
 INTERNAL_ERROR = 70  # EX_SOFTWARE of sysexits.h
-INTERRUPTED = 128 + 2  # what a shell reports for a process ended by SIGINT
 
 # Typer exports only this leaf of Click's errors (from its own copy of Click since 0.26): its second base is the common
 # one, which has `format_message()` and `exit_code`.

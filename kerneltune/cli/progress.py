@@ -80,6 +80,11 @@ class ConsoleProgress:
             text = f"{decision.winner.time_us:.1f} us, {decision.winner.roofline or 0:.0%} of roof{gain}"
         self._say(f"{format_workload(self._kernel, workload)}: {text}")
 
+    def note(self, text: str) -> None:
+        """Something to know that is no result."""
+        self._finish_line()
+        self._say(text)
+
     def close(self) -> None:
         """Give the terminal back."""
         self._finish_line()

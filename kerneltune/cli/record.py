@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from kerneltune.errors import NO_GPU, UserError
+from kerneltune.errors import INTERRUPTED, NO_GPU, UserError
 
 
 def register(app: typer.Typer) -> None:
@@ -31,21 +31,26 @@ def record(
 ) -> None:
     """Measure every feasible config of every workload; the same command again resumes. Needs a GPU."""
     from kerneltune.cli.progress import ConsoleProgress
-    from kerneltune.cli.search import RESULTS, Named, command_line, live_backend
+    from kerneltune.cli.search import command_line
     from kerneltune.device import detect, slug
     from kerneltune.tuning import recorder
+    from kerneltune.tuning.api import RESULTS, Request
+    from kerneltune.tuning.backends import LiveBackend
     from kerneltune.tuning.session import Options
 
-    named = Named(kernel, model, tp, ep, tuple(workload), ladder, space)
-    workloads = named.workloads()
+    request = Request(kernel, model, tp, ep, tuple(workload), ladder, space)
+    checked = request.check()
+    workloads = request.workloads()
     if detect(device) is None:
         raise UserError(f"record measures on a GPU, and GPU {device} is not here", NO_GPU)
-    backend = live_backend(named, device, seed)
+    backend = LiveBackend(kernel, checked, device, seed)
     folder = out if out is not None else RESULTS / slug(str(backend.device["name"])) / kernel
     progress = ConsoleProgress(kernel)
     try:
         options = Options(folder, seed=seed, sampler="exhaustive", command=command_line())
-        paths = recorder.record(backend, workloads, named.space.text, options, progress)
+        paths = recorder.record(backend, workloads, checked.text, options, progress)
+    except KeyboardInterrupt:
+        raise UserError("interrupted: every finished trial is kept; the same command resumes", INTERRUPTED) from None
     finally:
         progress.close()
         backend.close()

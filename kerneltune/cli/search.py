@@ -5,21 +5,15 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kerneltune.errors import NO_GPU, UserError
+from kerneltune.errors import CHECK_FAILED, INTERRUPTED, UserError
 
 if TYPE_CHECKING:
-    from kerneltune.recordings import Recording
-    from kerneltune.tuning.backends import Backend
     from kerneltune.tuning.session import Result
-
-RESULTS = Path("kerneltune-results")
-SHIPPED = "shipped"  # the value of --replay without a value
 
 
 def register(app: typer.Typer) -> None:
@@ -55,124 +49,34 @@ def search(
     recordings.
     """
     from kerneltune.cli.progress import ConsoleProgress
-    from kerneltune.device import detect, slug
-    from kerneltune.registry import KERNELS
-    from kerneltune.tuning.samplers import SAMPLERS
-    from kerneltune.tuning.session import Options, run
+    from kerneltune.tuning import api
 
-    if kernel not in KERNELS:
-        raise UserError(f"unknown kernel {kernel!r}: expected one of {', '.join(KERNELS)}")
-    if sampler not in SAMPLERS:
-        raise UserError(f"--sampler {sampler}: expected one of {', '.join(SAMPLERS)}")
-    seconds = parse_budget(budget)
-    named = Named(kernel, model, tp, ep, tuple(workload), ladder, space)
-    if replay is None and detect(device) is None:
-        if device:
-            raise UserError(f"--device {device}: there is no such GPU here", NO_GPU)
-        print("no GPU here: replaying the recordings shipped in results/ (nothing is measured)", file=sys.stderr)
-        replay = SHIPPED
-    backend: Backend
-    if replay is not None:
-        recordings = choose_recordings(kernel, replay, named)
-        backend, workloads = replay_backend(recordings)
-    else:
-        workloads = named.workloads()
-        backend = live_backend(named, device, seed)
-    folder = out if out is not None else RESULTS / slug(str(backend.device["name"])) / kernel
     progress = ConsoleProgress(kernel)
-    options = Options(folder, trials, seconds, sampler, seed, command_line())
     try:
-        result = run(backend, workloads, options, progress)
+        result = api.search(
+            kernel,
+            model=model,
+            tp=tp,
+            ep=ep,
+            workloads=workload,
+            ladder=ladder,
+            space=space,
+            trials=trials,
+            budget_s=parse_budget(budget),
+            sampler=sampler,
+            seed=seed,
+            out=out,
+            device=device,
+            replay=replay,
+            install=not no_install,
+            progress=progress,
+            command=command_line(),
+        )
     except KeyboardInterrupt:
-        print(f"interrupted: every finished trial is in {folder}/records; the same command resumes", file=sys.stderr)
-        raise
+        raise UserError("interrupted: every finished trial is kept; the same command resumes", INTERRUPTED) from None
     finally:
         progress.close()
-        backend.close()
-    _finish(result, live=replay is None, install=not no_install, as_json=as_json)
-
-
-class Named:
-    """The workloads that a command line names: a model at a parallelism, a ladder or single workloads."""
-
-    def __init__(
-        self,
-        kernel: str,
-        model: str | None,
-        tp: int | None,
-        ep: int,
-        single: tuple[str, ...],
-        ladder: str,
-        space: Path | None,
-    ) -> None:
-        from kerneltune.space import load_space
-        from kerneltune.workloads import DEFAULT_MODEL, DEFAULT_TP, model_workload
-
-        self.kernel, self.single = kernel, single
-        self.explicit = bool(model or single or tp is not None or ep != 1)
-        self.space = load_space(space if space is not None else kernel)
-        if self.space.kernel != kernel:
-            raise UserError(f"{space}: a space of {self.space.kernel}, not of {kernel}")
-        self._ladder = ladder
-        self._tp = tp if tp is not None else (1 if model else DEFAULT_TP)
-        self._sizes = lambda: model_workload(kernel, model or DEFAULT_MODEL, self._tp, ep)
-        self.space.ladder(ladder)  # a wrong name is said before anything starts
-
-    def workloads(self) -> list[dict[str, Any]]:
-        """Complete, checked workloads, as the kernel writes them."""
-        from kerneltune.registry import load_tunable
-        from kerneltune.workloads import ladder_workloads, parse_workload
-
-        base = self._sizes()
-        if not self.single:
-            return ladder_workloads(self.kernel, base, self._ladder, self.space)
-        tunable = load_tunable(self.kernel)
-        return [tunable.complete_workload(parse_workload(text, base)) for text in self.single]
-
-
-def live_backend(named: Named, device: int, seed: int) -> Backend:
-    """The GPU of this machine, started after everything that can be wrong with the command has been checked."""
-    from kerneltune.tuning.backends import LiveBackend
-
-    return LiveBackend(named.kernel, named.space, device, seed)
-
-
-def replay_backend(recordings: Sequence[Recording]) -> tuple[Backend, list[dict[str, Any]]]:
-    """A backend over recordings and the workloads it can answer."""
-    from kerneltune.tuning.backends import ReplayBackend
-
-    backend = ReplayBackend(recordings)
-    return backend, backend.workloads
-
-
-def choose_recordings(kernel: str, replay: str, named: Named) -> list[Recording]:
-    """The recordings that a replay answers from: those of the workloads named, or all.
-
-    Raises:
-        UserError: exit 3 when a workload was named that nobody recorded, or nothing was recorded at all.
-    """
-    from kerneltune.recordings import canonical, find_recordings
-    from kerneltune.workloads import format_workload
-
-    shipped = Path(__file__).parents[1] / "results"
-    paths = [shipped] if replay == SHIPPED else [Path(replay)]
-    found = find_recordings(paths, kernel)
-    if not found:
-        raise UserError(f"no recording of {kernel} in {'the shipped results' if replay == SHIPPED else replay}", NO_GPU)
-    first = found[0]
-    found = [r for r in found if r.device == first.device and r.kernel_hash == first.kernel_hash]
-    if not named.explicit:
-        return found
-    wanted = {canonical(workload): workload for workload in named.workloads()}
-    chosen = [r for r in found if canonical(r.workload) in wanted]
-    missing = [w for key, w in wanted.items() if key not in {canonical(r.workload) for r in found}]
-    if (missing and named.single) or not chosen:
-        there = "; ".join(format_workload(kernel, r.workload) for r in found)
-        what = format_workload(kernel, missing[0])
-        raise UserError(f"not recorded, and there is no GPU to measure it: {what}. Recorded: {there}", NO_GPU)
-    if missing:
-        print(f"replaying the {len(chosen)} of {len(wanted)} workloads that were recorded", file=sys.stderr)
-    return chosen
+    _print(result, as_json)
 
 
 def parse_budget(text: str | None) -> float | None:
@@ -197,30 +101,39 @@ def command_line() -> str:
     return "kerneltune " + shlex.join(sys.argv[1:])
 
 
-def _finish(result: Result, *, live: bool, install: bool, as_json: bool) -> None:
-    from kerneltune import tables
+def _print(result: Result, as_json: bool) -> None:
     from kerneltune.report import plots, text
 
     if result.table is None:
-        raise UserError(f"no config of any workload ran; the reasons are in {result.out}/records", 1)
-    drawn = plots.save_plots(result.out, result.out / "plots")
-    installed = tables.install(result.table) if live and install else None
+        raise UserError(f"no config of any workload ran; the reasons are in {result.out}/records", CHECK_FAILED)
+    pictures = [path for path in plots.save_plots(result.out, result.out / "plots") if path.suffix == ".png"]
     if as_json:
-        winners = [
-            {"workload": workload, "config": dict(decision.winner.config), "time_us": decision.winner.time_us,
-             "default_us": decision.default.time_us if decision.default else None, "gain": decision.gain,
-             "roofline": decision.winner.roofline}
-            for workload, decision in result.decisions
-            if decision is not None
-        ]  # fmt: skip
-        print(json.dumps({"table": str(result.table), "out": str(result.out), "measured": result.measured,
-                          "remembered": result.remembered, "winners": winners}))  # fmt: skip
+        print(json.dumps(_summary(result)))
     else:
         print(text.render(result.out))
-    print(f"trials: {result.measured} measured now, {result.remembered} taken from the records", file=sys.stderr)
-    print(f"table: {result.table}", file=sys.stderr)
-    for path in drawn:
-        if path.suffix == ".png":
-            print(f"picture: {path}", file=sys.stderr)
-    if installed is not None:
-        print(f"installed: {installed} (the kernels load it from now on)", file=sys.stderr)
+    remembered = f", {result.remembered} taken from the records" if result.remembered else ""
+    print(f"trials: {result.measured} measured now{remembered}", file=sys.stderr)
+    for what, path in (("table", result.table), *(("picture", picture) for picture in pictures)):
+        print(f"{what}: {path}", file=sys.stderr)
+
+
+def _summary(result: Result) -> dict[str, Any]:
+    winners = [
+        {
+            "workload": workload,
+            "config": dict(decision.winner.config),
+            "time_us": decision.winner.time_us,
+            "default_us": decision.default.time_us if decision.default else None,
+            "gain": decision.gain,
+            "roofline": decision.winner.roofline,
+        }
+        for workload, decision in result.decisions
+        if decision is not None
+    ]
+    return {
+        "table": str(result.table),
+        "out": str(result.out),
+        "measured": result.measured,
+        "remembered": result.remembered,
+        "winners": winners,
+    }

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from kerneltune.space import Space
 
 Workload = Mapping[str, Any]
-FINAL_ROUNDS = 4
-FINAL_SAMPLES = 12  # a turn; 48 samples a finalist in all
+FINAL_ROUNDS = 3
+FINAL_SAMPLES = 16  # a turn; 48 samples a finalist in all
 
 
 @dataclass(frozen=True)
@@ -239,11 +239,6 @@ class LiveBackend:
         return point_key(part, [params, workload])
 
     def _whole(self, workload: Workload, part: str, params: Mapping[str, Any]) -> dict[str, Any]:
-        """The default config with one part replaced, and the shared parameters of the others made equal to it."""
-        if len(self.parts) == 1:
-            return dict(params)
-        config = {name: dict(values) for name, values in self.default_config(workload).items()}
-        config[part] = dict(params)
-        for values in config.values():
-            values.update({name: params[name] for name in self.shared})
-        return config
+        from kerneltune.compile import whole_config
+
+        return whole_config(self._tunable, part, params, workload, self._device)

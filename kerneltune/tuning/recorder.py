@@ -18,7 +18,7 @@ from kerneltune.tuning.backends import FINAL_ROUNDS, Backend
 from kerneltune.tuning.session import Log, Options, Progress, make_trial, time_finals
 
 NEAR = 1.06  # points within 6 % of the best are re-timed: the noise of one timing is below that
-MOST_RETIMED = 16
+MOST_RETIMED = 8
 AHEAD = 48  # compiles under way: nothing is learnt between trials, so as many as keep every core busy
 STOP_ABOVE = 1.5  # slower than this against the best: a few samples are enough
 

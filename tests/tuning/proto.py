@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 from kerneltune.recordings import Recording
 from kerneltune.records import Trial
@@ -36,7 +37,7 @@ def _recording(batch: int, kv_len: int, heads: int, rows: list[dict[str, str]]) 
     trials = []
     for index, row in enumerate(rows):
         config = {name: int(row[name]) for name in PARAMETERS}
-        figures: dict[str, object] = {"outcome": "compile_error", "reason": row["err"] or "not timed"}
+        figures: dict[str, Any] = {"outcome": "compile_error", "reason": row["err"] or "not timed"}
         if row["us"] and not row["err"]:
             us = float(row["us"])
             figures = {"outcome": "ok", "time_us": us, "p20_us": us * 0.998, "p80_us": us * 1.002, "samples": 15,
@@ -56,7 +57,7 @@ def _recording(batch: int, kv_len: int, heads: int, rows: list[dict[str, str]]) 
                 gate_s=0.01,
                 timing_s=0.02,
                 **figures,
-            )  # type: ignore[arg-type]
+            )
         )
     first_ok = next(t for t in trials if t.outcome == "ok")
     return Recording(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from proto import proto_recordings
@@ -11,7 +12,7 @@ from proto import proto_recordings
 from kerneltune.errors import UserError
 from kerneltune.tuning.samplers import SAMPLERS, PointStudy
 
-POINTS = [
+POINTS: list[dict[str, Any]] = [
     {"BLOCK": block, "warps": warps, "variant": variant}
     for block in (16, 32, 64, 128)
     for warps in (4, 8)

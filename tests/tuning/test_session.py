@@ -18,14 +18,7 @@ from proto import proto_recordings
 from kerneltune.recordings import canonical, write_recording
 from kerneltune.records import RecordsInUse, RecordWriter, read_folder
 from kerneltune.tuning.backends import ReplayBackend
-from kerneltune.tuning.session import Options, Result, run
-
-
-class Silent:
-    def begin(self, *args: Any) -> None: ...
-    def workload(self, *args: Any) -> None: ...
-    def trial(self, *args: Any) -> None: ...
-    def decided(self, *args: Any) -> None: ...
+from kerneltune.tuning.session import Options, Result, Silent, run
 
 
 class Stop(Exception):
@@ -46,7 +39,8 @@ class StopAfter(Silent):
 
 def replay(out: Path, progress: Any = None, **options: Any) -> Result:
     backend = ReplayBackend(proto_recordings())
-    chosen = Options(out, **({"trials": 24, "sampler": "tpe"} | options))
+    settings: dict[str, Any] = {"trials": 24, "sampler": "tpe"} | options
+    chosen = Options(out, **settings)
     return run(backend, backend.workloads, chosen, progress or Silent())
 
 

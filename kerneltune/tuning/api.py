@@ -1,0 +1,166 @@
+"""`kerneltune.search`: from the names of workloads to a table, on the GPU here or on recordings of one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kerneltune.device import detect, slug
+from kerneltune.errors import NO_GPU, UserError
+from kerneltune.recordings import Recording, canonical, find_recordings
+from kerneltune.registry import KERNELS, load_tunable
+from kerneltune.space import Space, load_space
+from kerneltune.tuning.backends import Backend, LiveBackend, ReplayBackend
+from kerneltune.tuning.samplers import SAMPLERS
+from kerneltune.tuning.session import Options, Progress, Result, Silent, run
+from kerneltune.workloads import (
+    DEFAULT_MODEL,
+    DEFAULT_TP,
+    format_workload,
+    ladder_workloads,
+    model_workload,
+    parse_workload,
+)
+
+RESULTS = Path("kerneltune-results")
+SHIPPED = "shipped"  # as `replay`: the recordings in the package's results
+
+
+@dataclass(frozen=True)
+class Request:
+    """The workloads that a user names: single ones, or a ladder of a model at a parallelism."""
+
+    kernel: str
+    model: str | None = None
+    tp: int | None = None
+    ep: int = 1
+    single: tuple[str | Mapping[str, Any], ...] = ()
+    ladder: str = "standard"
+    space_path: Path | None = None
+
+    def check(self) -> Space:
+        """The space; everything that can be wrong with the names is said before anything starts.
+
+        Raises:
+            UserError: unknown kernel, ladder or model, or a space of another kernel.
+        """
+        if self.kernel not in KERNELS:
+            raise UserError(f"unknown kernel {self.kernel!r}: expected one of {', '.join(KERNELS)}")
+        space = load_space(self.space_path if self.space_path is not None else self.kernel)
+        if space.kernel != self.kernel:
+            raise UserError(f"{self.space_path}: a space of {space.kernel}, not of {self.kernel}")
+        space.ladder(self.ladder)
+        return space
+
+    @property
+    def names_something(self) -> bool:
+        """Whether anything but the defaults was asked for."""
+        return bool(self.model or self.single or self.tp is not None or self.ep != 1 or self.ladder != "standard")
+
+    def workloads(self) -> list[dict[str, Any]]:
+        """Complete, checked workloads, as the kernel writes them.
+
+        Raises:
+            UserError, ValueError: a bad name or value, in one line.
+        """
+        tp = self.tp if self.tp is not None else (1 if self.model else DEFAULT_TP)
+        base = model_workload(self.kernel, self.model or DEFAULT_MODEL, tp, self.ep)
+        if not self.single:
+            return ladder_workloads(self.kernel, base, self.ladder, self.check())
+        tunable = load_tunable(self.kernel)
+        named = [parse_workload(each, base) if isinstance(each, str) else {**base, **each} for each in self.single]
+        return [tunable.complete_workload(each) for each in named]
+
+
+def search(
+    kernel: str,
+    *,
+    model: str | None = None,
+    tp: int | None = None,
+    ep: int = 1,
+    workloads: Sequence[str | Mapping[str, Any]] = (),
+    ladder: str = "standard",
+    space: str | Path | None = None,
+    trials: int = 48,
+    budget_s: float | None = None,
+    sampler: str = "default",
+    seed: int = 0,
+    out: str | Path | None = None,
+    device: int = 0,
+    replay: str | Path | None = None,
+    install: bool = True,
+    progress: Progress | None = None,
+    command: str = "kerneltune.search()",
+) -> Result:
+    """Find the fastest correct config of every workload, write the table, and install it for the kernels to find.
+
+    Args:
+        kernel: "mla-decode" or "moe".
+        model: a preset; without `tp` unsharded. Default: DeepSeek-V3 at tensor parallelism 8.
+        workloads: single ones ("batch=8,kv_len=4096" or mappings) instead of the model's ladder.
+        space: another search space, a TOML file.
+        trials: distinct configs for each workload and part, those already recorded counted in.
+        budget_s: seconds for the whole search (recorded seconds in a replay).
+        out: folder of records, tables; default ./kerneltune-results/<device>/<kernel>. The same folder resumes.
+        replay: a recording or a folder of them to answer from, or "shipped"; without a GPU that is what happens.
+        install: put the table where the kernels find it; never done in a replay.
+
+    Raises:
+        UserError: bad names or values (exit code 2), or no GPU and no recording of what was named (3).
+    """
+    request = Request(kernel, model, tp, ep, tuple(workloads), ladder, Path(space) if space is not None else None)
+    request.check()
+    if sampler not in SAMPLERS:
+        raise UserError(f"sampler {sampler!r}: expected one of {', '.join(SAMPLERS)}")
+    progress = progress or Silent()
+    if replay is None and detect(device) is None:
+        progress.note("no GPU here: replaying the recordings shipped in results/; nothing is measured")
+        replay = SHIPPED
+    backend: Backend
+    if replay is not None:
+        recordings = choose_recordings(request, replay, progress)
+        backend = ReplayBackend(recordings)
+        named = backend.workloads
+    else:
+        named = request.workloads()
+        backend = LiveBackend(kernel, request.check(), device, seed)
+    folder = Path(out) if out is not None else RESULTS / slug(str(backend.device["name"])) / kernel
+    try:
+        result = run(backend, named, Options(folder, trials, budget_s, sampler, seed, command), progress)
+    finally:
+        backend.close()
+    if result.table is not None and install and replay is None:
+        from kerneltune import tables
+
+        progress.note(f"installed: {tables.install(result.table)} (the kernels load it from now on)")
+    return result
+
+
+def choose_recordings(request: Request, replay: str | Path, progress: Progress) -> list[Recording]:
+    """The recordings that a replay answers from: those of the workloads named, or all.
+
+    Raises:
+        UserError: exit 3 when a workload was named that nobody recorded, or nothing was recorded at all.
+    """
+    kernel = request.kernel
+    shipped = Path(__file__).parents[1] / "results"
+    found = find_recordings([shipped if replay == SHIPPED else Path(replay)], kernel)
+    if not found:
+        raise UserError(f"no recording of {kernel} in {'the shipped results' if replay == SHIPPED else replay}", NO_GPU)
+    first = found[0]
+    found = [r for r in found if r.device == first.device and r.kernel_hash == first.kernel_hash]
+    if not request.names_something:
+        return found
+    wanted = {canonical(workload): workload for workload in request.workloads()}
+    chosen = [r for r in found if canonical(r.workload) in wanted]
+    recorded = {canonical(r.workload) for r in found}
+    missing = [workload for key, workload in wanted.items() if key not in recorded]
+    if (missing and request.single) or not chosen:
+        there = "; ".join(format_workload(kernel, r.workload) for r in found)
+        what = format_workload(kernel, missing[0])
+        raise UserError(f"{what} was not recorded, and measuring it needs a GPU. Recorded: {there}", NO_GPU)
+    if missing:
+        progress.note(f"replaying the {len(chosen)} of {len(wanted)} workloads that were recorded")
+    return chosen
