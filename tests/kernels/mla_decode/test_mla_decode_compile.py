@@ -25,17 +25,34 @@ for heads, config in configs:
     estimate = shared_bytes(Config(**config), workload, device)
     print(json.dumps({"config": config, "estimate": estimate, **dataclasses.asdict(compiled)}))
 """
+PTX_CHILD = """
+import sys
+from kerneltune.compile import stub_driver
+from kerneltune.device import target
+from kerneltune.kernels.mla_decode.tunable import TUNABLE
+
+workload, device = TUNABLE.complete_workload({"heads": 128}), target("sm_90")
+with stub_driver(device):
+    call = TUNABLE.launch(TUNABLE.make_problem(workload, "meta"), TUNABLE.default_config(workload, device)).calls[0]
+    print(call.fn.warmup(*call.args, grid=call.grid, **call.options).asm["ptx"])
+"""
 TILE = {"BLOCK_H": 16, "BLOCK_N": 32, "num_splits": 1, "num_warps": 4, "num_stages": 3}
 
 
 def compile_in_child(arch: str, configs: list[tuple[int, dict[str, int] | None]], cache: Path) -> list[dict]:
     """Compile for `arch` in a process that does not interpret; one result for each (heads, config or None)."""
+    printed = run_child([CHILD, arch, json.dumps(configs)], cache)
+    return [json.loads(line) for line in printed.splitlines()]
+
+
+def run_child(arguments: list[str], cache: Path) -> str:
+    """Run Python code in a process that does not interpret Triton; what it prints."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", CHILD, arch, json.dumps(configs)]
+    command = [sys.executable, "-c", *arguments]
     child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert child.returncode == 0, child.stderr
-    return [json.loads(line) for line in child.stdout.splitlines()]
+    return child.stdout
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_80", "sm_100", "gfx942", "gfx950"])
@@ -58,3 +75,10 @@ def test_shared_memory_is_what_the_compiler_says(tmp_path: Path) -> None:
     for result in compile_in_child("sm_90", [(128, config) for config in configs], tmp_path):
         assert result["outcome"] == "ok", result
         assert result["estimate"] == result["shared_bytes"], result["config"]
+
+
+def test_warp_groups_share_the_matrix_work_on_hopper(tmp_path: Path) -> None:
+    """A tile of 64 x 64 scores is 36 instructions a warp group and its half of the result 4: nothing is done twice."""
+    ptx = run_child([PTX_CHILD], tmp_path)
+    assert ptx.count("wgmma.mma_async.sync.aligned.m64n32k16") == 36
+    assert ptx.count("wgmma.mma_async.sync.aligned.m64n256k16") == 4
