@@ -113,7 +113,9 @@ class Tunable(Protocol):
         """Random N(0, 1)-like inputs; on device "meta" no data. Bytes that must not be read are NaN."""
         ...
 
-    def edge_problems(self, workload: Workload, device: torch.device | str, seed: int = 0) -> Iterator[tuple[str, Problem]]:
+    def edge_problems(
+        self, workload: Workload, device: torch.device | str, seed: int = 0
+    ) -> Iterator[tuple[str, Problem]]:
         """Small labelled problems that need no other compile: length 0 and 1, an empty expert, odd token counts."""
         ...
 
@@ -126,7 +128,9 @@ class Tunable(Protocol):
         """What `outputs` must hold, in float64 (float32 where float64 would not fit), by naive torch."""
         ...
 
-    def compare(self, outputs: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor], problem: Problem) -> Verdict:
+    def compare(
+        self, outputs: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor], problem: Problem
+    ) -> Verdict:
         """Judge per request / token under the kernel's named tolerance."""
         ...
 
