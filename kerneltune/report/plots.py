@@ -146,7 +146,8 @@ def convergence(curves: Sequence[Curve]) -> Figure:
     needed = statistics.median(int(np.argmax(line >= NEAR_BEST)) + 1 for line in lines)
     names = " and ".join(dict.fromkeys(curve.kernel for curve in curves))
     what = f"{names}: {workloads} workloads" + (f", {len(curves)} parts" if parts else "")
-    near = f"within {100 - NEAR_BEST:g} % of the final best after {needed:g} config{"s" if needed != 1 else ""} (median)"
+    configs = "config" if needed == 1 else "configs"
+    near = f"within {100 - NEAR_BEST:g} % of the final best after {needed:g} {configs} (median)"
     axes.set_title(f"{what}\n{near}", loc="left", fontsize=18)
     return figure
 
