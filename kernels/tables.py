@@ -282,6 +282,16 @@ def _say_untuned(kernel: str, workload: Mapping[str, Any], device: Any) -> None:
         _warn_once(key, message)
 
 
+def say_unusable(kernel: str, workload: Mapping[str, Any], reason: str) -> None:
+    """Warn once that a table's entry for this workload cannot run here, so that the default is used."""
+    shape = shape_text(kernel, workload)
+    message = (
+        f"{kernel}: the tuned config for {shape.replace(',', ' ')} cannot run here ({reason}); the default is used "
+        f"(kerneltune lookup {kernel} {shape} names its table)"
+    )
+    _warn_once(("unusable", kernel, shape), message)
+
+
 def _warn_once(key: Any, message: str) -> None:
     if key not in _said:
         _said.add(key)

@@ -64,7 +64,11 @@ class Launch:
 
 @dataclass(frozen=True)
 class Cost:
-    """Useful work of one launch: exact FLOPs and the fewest bytes of DRAM traffic (each input once, outputs once)."""
+    """Useful work of one launch: exact FLOPs, and the bytes that its algorithm must move.
+
+    Bytes: each input byte that is needed and each output byte once; an intermediate that the algorithm keeps in memory
+    between its launches counts as written once and read once.
+    """
 
     flops: int
     bytes_read: int

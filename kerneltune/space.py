@@ -142,9 +142,13 @@ class Space:
                 raise UserError(
                     f"{self.path}: parameters.{name}: {self.kernel} has no such parameter{suggest(name, needed)}"
                 )
-        for name in needed:
+        for name, usual in needed.items():
             if name not in given:
                 raise UserError(f"{self.path}: parameters.{name} is missing; {self.kernel} needs {', '.join(needed)}")
+            for value in given[name]:
+                if type(value) is not type(usual) or (isinstance(value, int) and value < 0):
+                    expected = "whole numbers from 0" if type(usual) is int else f"values such as {usual!r}"
+                    raise UserError(f"{self.path}: parameters.{name}: {value!r}: expected {expected}")
 
 
 def load_space(kernel_or_path: str | Path) -> Space:

@@ -137,3 +137,21 @@ def test_a_search_on_this_gpu_is_picked_up_at_launch(
         gemms = [call for call in launched if "BLOCK_K" in call.options]
         for call, part in zip(gemms, ("gemm1", "gemm2"), strict=True):
             assert {name: call.options[name] for name in winner["config"][part]} == winner["config"][part]
+
+
+@pytest.mark.parametrize("change", [{"BLOCK_N": -16}, {"num_warps": "4"}, {"extra": 1}])
+def test_an_entry_that_cannot_run_is_a_miss_with_one_warning(
+    tmp_path: Path, device: str, launched: list[KernelCall], change: dict[str, Any]
+) -> None:
+    workload = load_tunable("mla-decode").complete_workload(
+        {"dtype": "fp16", "heads": 4, "page_size": 16, "batch": 2, "kv_len": 48}
+    )
+    config = {"BLOCK_H": 16, "BLOCK_N": 16, "num_splits": 3, "num_warps": 4, "num_stages": 1} | change
+    install(tmp_path, "mla-decode", mla_op.device_of(torch.device(device)), workload, config)
+    forget_choices()
+    launch_tables._said.clear()
+    with pytest.warns(UserWarning, match="cannot run here") as caught:
+        run_mla(device, 2, 3)
+    assert len(caught) == 1
+    run_mla(device, 2, 3)
+    assert launched[0].options["num_stages"] != 1

@@ -264,10 +264,12 @@ def _config_for(
     if found is not None:
         try:
             config = Config.from_dict(found)
-        except ValueError:  # a table made for another version of this kernel: a miss
-            config = None
-        if config is not None and is_valid(config, workload, device) is None:
+            reason = is_valid(config, workload, device)
+        except ValueError as error:  # a table made for another version of this kernel: a miss
+            reason = str(error)
+        if reason is None:
             return config
+        tables.say_unusable("mla-decode", workload, reason)
     return default_config(workload, device)
 
 

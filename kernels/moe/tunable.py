@@ -13,7 +13,7 @@ import torch
 
 from kerneltune.kernels.device import Device
 from kerneltune.kernels.moe import config as configs
-from kerneltune.kernels.moe.op import Scratch, make_calls, make_scratch
+from kerneltune.kernels.moe.launch import Scratch, make_calls, make_scratch
 from kerneltune.kernels.moe.reference import fused_moe_reference
 from kerneltune.kernels.moe.routing import ROUTINGS, draw_topk_ids, draw_topk_weights
 from kerneltune.kernels.tunable import Config, Cost, Launch, Params, Problem, Scalar, Verdict, Workload
@@ -60,7 +60,7 @@ class MoeTunable:
     exact_keys = EXACT_KEYS
     scaled_keys = ("tokens",)
     input_keys = ("routing",)
-    sources = ("align.py", "grouped_gemm.py", "op.py")
+    sources = ("align.py", "grouped_gemm.py", "launch.py")
 
     def complete_workload(self, given: Workload) -> dict[str, Scalar]:
         unknown = [key for key in given if key not in DEFAULTS]

@@ -115,13 +115,15 @@ def search(
     if sampler not in SAMPLERS:
         raise UserError(f"sampler {sampler!r}: expected one of {', '.join(SAMPLERS)}")
     progress = progress or Silent()
+    if request.names_something:
+        request.workloads()  # whatever is wrong with the names is said first
     if replay is None and detect(device) is None:
         progress.note("no GPU here: replaying the recordings shipped in results/; nothing is measured")
         replay = SHIPPED
     backend: Backend
     if replay is not None:
         recordings = choose_recordings(request, replay, progress)
-        backend = ReplayBackend(recordings)
+        backend = ReplayBackend(recordings, request.check() if request.space_path is not None else None)
         named = backend.workloads
     else:
         named = request.workloads()

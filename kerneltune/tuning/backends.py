@@ -69,13 +69,18 @@ class Backend(Protocol):
 class ReplayBackend:
     """Answers from recordings; needs neither a GPU nor the kernel."""
 
-    def __init__(self, recordings: Sequence[Recording]) -> None:
-        """`recordings` are of one kernel on one device, one a workload."""
+    def __init__(self, recordings: Sequence[Recording], space: Space | None = None) -> None:
+        """`recordings`: one kernel, one device, one a workload; `space` leaves only its points and the default.
+
+        Raises:
+            UserError: none of the points that `space` allows for some workload was recorded.
+        """
         first = recordings[0]
         self.kernel, self.parts, self.shared = first.kernel, first.parts, first.shared
         self.device, self.ceilings = first.device, first.ceilings
         self.source = "replay:" + "+".join(sorted(recording.id for recording in recordings))
         self.kernel_hash, self.versions = first.kernel_hash, first.versions
+        self._space = space
         self._recordings = {canonical(recording.workload): recording for recording in recordings}
         self._points = {
             key: {point_key(t.part, t.config): t for t in recording.trials}
@@ -88,7 +93,19 @@ class ReplayBackend:
         return [recording.workload for recording in self._recordings.values()]
 
     def points(self, workload: Workload, part: str) -> list[dict[str, Any]]:
-        return [dict(t.config) for t in self._recordings[canonical(workload)].trials if t.part == part]
+        recorded = [dict(t.config) for t in self._recordings[canonical(workload)].trials if t.part == part]
+        if self._space is None:
+            return recorded
+        from kerneltune.kernels.device import Device
+        from kerneltune.kernels.tunable import part_params
+        from kerneltune.registry import load_tunable
+
+        tunable, device = load_tunable(self.kernel), Device(**self.device)
+        default = canonical(part_params(tunable, self.default_config(workload), part))
+        allowed = {canonical(point) for point in self._space.points(tunable, part, workload, device)}
+        if not allowed & {canonical(point) for point in recorded}:
+            raise UserError(f"{self._space.path}: none of its points was recorded for {part} of {dict(workload)}")
+        return [point for point in recorded if canonical(point) in allowed or canonical(point) == default]
 
     def default_config(self, workload: Workload) -> dict[str, Any]:
         return self._recordings[canonical(workload)].default_config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from proto import proto_recordings
 import kerneltune
 from kerneltune.errors import UserError
 from kerneltune.recordings import write_recording
+from kerneltune.records import read_folder
 
 
 @pytest.fixture
@@ -55,3 +57,31 @@ def test_bad_words_are_said_before_anything_starts(tmp_path: Path, options: dict
     with pytest.raises(UserError, match=says):
         kerneltune.search(kernel, out=tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
+
+
+def shipped_space_with(tmp_path: Path, **lists: str) -> Path:
+    text = (Path(kerneltune.__file__).parent / "search_spaces" / "mla-decode.toml").read_text()
+    for name, values in lists.items():
+        text = re.sub(rf"^{name} = .*$", f"{name} = {values}", text, flags=re.MULTILINE)
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_space_of_ones_own_limits_a_replay_too(tmp_path: Path) -> None:
+    space = shipped_space_with(tmp_path, BLOCK_N="[32]", num_warps="[4]")
+    workload = "batch=128,kv_len=4096"
+    result = kerneltune.search("mla-decode", workloads=[workload], space=space, replay="shipped", out=tmp_path / "out")
+    default = result.decisions[0][1]
+    assert default is not None
+    assert default.default is not None
+    tried = [t.config for t in read_folder(tmp_path / "out")[1] if t.stage == "search"]
+    others = [config for config in tried if config != default.default.config]
+    assert len(others) > 5
+    assert {(config["BLOCK_N"], config["num_warps"]) for config in others} == {(32, 4)}
+
+
+def test_a_space_of_which_nothing_was_recorded_is_said(tmp_path: Path) -> None:
+    space = shipped_space_with(tmp_path, num_splits="[5]")
+    with pytest.raises(UserError, match=r"mine\.toml: none of its points was recorded"):
+        kerneltune.search("mla-decode", space=space, replay="shipped", out=tmp_path / "out")

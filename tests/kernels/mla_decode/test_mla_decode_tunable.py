@@ -232,7 +232,7 @@ def test_default_config_on_an_h200() -> None:
         return tuple(default_config(TUNABLE.complete_workload(keys), H200).to_dict().values())
 
     assert default(heads=128, batch=128, kv_len=4096) == (64, 64, 1, 8, 2)
-    assert default(heads=16, batch=128, kv_len=4096) == (16, 64, 2, 4, 2)
+    assert default(heads=16, batch=128, kv_len=4096) == (16, 64, 1, 8, 3)
     assert 48 <= default(heads=16, batch=1, kv_len=32768)[2] <= 128
     assert default(heads=16, batch=1, kv_len=1)[2] == 1
     assert default(heads=16, s_q=4)[0] == 64
