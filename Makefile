@@ -1,6 +1,6 @@
 # Both main targets set up everything they need in a virtual environment; they need Python >= 3.11 and pip.
 #
-#   make search               tune MLA decode here (without a GPU: replay the shipped recordings), print the winners
+#   make search               tune both kernels here (without a GPU: replay the shipped recordings), print the winners
 #   make search KERNEL=moe
 #   make test                 the tests that need no GPU
 #   make test TESTS=tests/report
@@ -12,7 +12,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 TRITON ?=
-KERNEL ?= mla-decode
+KERNEL ?= mla-decode moe
 TESTS ?= tests
 
 BIN := $(VENV)/bin
@@ -24,7 +24,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 .PHONY: search test lint clean
 
 search: $(VENV)/installed-$(CHOICE)
-	$(BIN)/kerneltune search $(KERNEL)
+	@for kernel in $(KERNEL); do $(BIN)/kerneltune search $$kernel || exit; done
 
 test: $(VENV)/installed-dev-$(CHOICE)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup --timeout 600 -m 'not gpu' $(TESTS)
