@@ -12,6 +12,7 @@ class goes by.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -175,8 +176,9 @@ def nearest(
     device: Device,
     tables: Sequence[str | os.PathLike[str]] | None = None,
 ) -> Nearest | None:
-    """Of all entries of this kernel in all places, the one with the fewest differing fields; None: there is none."""
+    """Of all entries of this kernel in all places, the one with the fewest differing fields, the closest of those."""
     best: Nearest | None = None
+    least: tuple[int, float] = (0, 0.0)
     for source in launch_tables.sources(tables):
         for path in source.files:
             try:
@@ -187,8 +189,10 @@ def nearest(
                 continue
             for entry in table.entries:
                 differs = _differences(kernel, table, entry["workload"], workload, device)
-                if best is None or len(differs) < len(best.differs):
-                    best = Nearest(path, entry, differs)
+                scaled = KEYS[kernel].scaled
+                apart = sum(abs(math.log2(entry["workload"][n] / max(workload.get(n, 0), 1))) for n in scaled)
+                if best is None or (len(differs), apart) < least:
+                    best, least = Nearest(path, entry, differs), (len(differs), apart)
     return best
 
 

@@ -52,6 +52,12 @@ class Model(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     moe: MoeSizes | None = None
 
 
+def base_sizes(kernel: str, model: str | None, tp: int | None, ep: int) -> dict[str, Any]:
+    """The workload keys of a model preset: DeepSeek-V3 on each of 8 GPUs unless something else is named."""
+    split = tp if tp is not None else (1 if model else DEFAULT_TP)
+    return model_workload(kernel, model or DEFAULT_MODEL, split, ep)
+
+
 def model_workload(kernel: str, model: str, tp: int = 1, ep: int = 1) -> dict[str, Any]:
     """The workload keys that one GPU's share of a model fixes.
 

@@ -21,11 +21,13 @@ def register(app: typer.Typer) -> None:
 
 def compile_(
     kernel: Annotated[str, typer.Argument(help="mla-decode or moe.")],
-    target: Annotated[str | None, typer.Option(help="Architecture: sm_90, gfx942, ...; default: the GPU here.")] = None,
+    target: Annotated[
+        str | None, typer.Option(metavar="ARCH", help="sm_90, gfx942, ...; default: the GPU here, else sm_90.")
+    ] = None,
     workload: Annotated[list[str] | None, typer.Option(help="One workload, k=v,...; repeatable.")] = None,
-    model: Annotated[str | None, typer.Option(help="Model whose sizes to take: deepseek-v3, ...")] = None,
-    tp: Annotated[int, typer.Option(help="Tensor parallelism.")] = 1,
-    ep: Annotated[int, typer.Option(help="Expert parallelism.")] = 1,
+    model: Annotated[str | None, typer.Option(help="Model preset; default deepseek-v3 at --tp 8.")] = None,
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel GPUs; default 1 with --model, else 8.")] = None,
+    ep: Annotated[int, typer.Option(help="Expert-parallel GPUs (moe).")] = 1,
     config: Annotated[
         str | None,
         typer.Option(help="Parameters, k=v,...; of one part: gemm1.BLOCK_M=64; default: the default config."),
@@ -36,15 +38,12 @@ def compile_(
 
     Exit code 1 if a part does not compile or does not fit the device.
     """
+    from kerneltune.cli.spaces import choose_device
     from kerneltune.compile import CompilePool, resolve_tunable
-    from kerneltune.device import detect
-    from kerneltune.device import target as known_target
     from kerneltune.errors import UserError
     from kerneltune.kernels.tunable import part_params
 
-    device = known_target(target) if target else detect()
-    if device is None:
-        raise UserError("no GPU here to compile for: name one with --target, for example --target sm_90")
+    device = choose_device(target)
     try:
         tunable = resolve_tunable(kernel)
         workloads = _workloads(tunable, kernel, model, tp, ep, workload or [])
@@ -73,12 +72,12 @@ def compile_(
 
 
 def _workloads(
-    tunable: Tunable, kernel: str, model: str | None, tp: int, ep: int, given: list[str]
+    tunable: Tunable, kernel: str, model: str | None, tp: int | None, ep: int, given: list[str]
 ) -> list[dict[str, Any]]:
     """One whole workload for each --workload, on top of the model's sizes."""
-    from kerneltune.workloads import model_workload, parse_workload
+    from kerneltune.workloads import base_sizes, parse_workload
 
-    base = dict(model_workload(kernel, model, tp, ep)) if model else {}
+    base = base_sizes(kernel, model, tp, ep)
     texts = given or [""]
     return [tunable.complete_workload(parse_workload(text, base) if text else base) for text in texts]
 

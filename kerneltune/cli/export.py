@@ -74,7 +74,7 @@ def _files_of(source: Path) -> list[Path]:
         raise UserError(f"{source}: no such file or folder")
     if source.is_file():
         return [source]
-    for pattern in ("*.json", "tables/*.json", "*/tables/*.json", "*/*/tables/*.json"):
+    for pattern in ("tables/*.json", "*/tables/*.json", "*/*/tables/*.json", "*.json"):
         if found := sorted(path for path in source.glob(pattern) if not path.name.startswith(".")):
             return found
     raise UserError(f"{source}: no tables (*.json) there or in its folders named tables")

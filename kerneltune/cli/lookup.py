@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from kerneltune.cli.spaces import base_sizes, choose_device
+from kerneltune.cli.spaces import choose_device
 from kerneltune.errors import UserError
 
 
@@ -33,12 +33,15 @@ def lookup(
 
     from kerneltune import tables
     from kerneltune.registry import KERNELS
-    from kerneltune.workloads import format_workload, parse_workload
+    from kerneltune.workloads import base_sizes, format_workload, parse_workload
 
     if kernel not in KERNELS:
         raise UserError(f"unknown kernel {kernel!r}: expected one of {', '.join(KERNELS)}")
     if device is not None and target is not None:
         raise UserError("--target and --device name the same thing; give one of them")
+    for path in table:
+        if not path.exists():
+            raise UserError(f"--table {path}: no such file or folder")
     gpu = choose_device(target) if device is None else _named_device(device)
     asked = tables.host_workload(kernel, parse_workload(workload, base_sizes(kernel, model, tp, ep)))
     first = [str(path) for path in table] or None

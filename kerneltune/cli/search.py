@@ -111,8 +111,9 @@ def _print(result: Result, as_json: bool) -> None:
         print(json.dumps(_summary(result)))
     else:
         print(text.render(result.out))
-    remembered = f", {result.remembered} taken from the records" if result.remembered else ""
-    print(f"trials: {result.measured} measured now{remembered}", file=sys.stderr)
+    remembered = f", {result.remembered} already in the records" if result.remembered else ""
+    done = "measured" if result.live else "replayed"
+    print(f"trials and finalists: {result.measured} {done} now{remembered}", file=sys.stderr)
     for what, path in (("table", result.table), *(("picture", picture) for picture in pictures)):
         print(f"{what}: {path}", file=sys.stderr)
 

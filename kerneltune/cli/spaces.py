@@ -75,19 +75,11 @@ def choose_device(target: str | None) -> Device:
     return stand_in
 
 
-def base_sizes(kernel: str, model: str | None, tp: int | None, ep: int) -> dict[str, Any]:
-    """The workload keys of a model preset: DeepSeek-V3 on each of 8 GPUs unless something else is named."""
-    from kerneltune.workloads import DEFAULT_MODEL, DEFAULT_TP, model_workload
-
-    split = tp if tp is not None else (1 if model else DEFAULT_TP)
-    return model_workload(kernel, model or DEFAULT_MODEL, split, ep)
-
-
 def _workloads(
     space: Space, model: str | None, tp: int | None, ep: int, named: list[str], ladder: str
 ) -> list[dict[str, Any]]:
     from kerneltune.registry import load_tunable
-    from kerneltune.workloads import ladder_workloads, parse_workload
+    from kerneltune.workloads import base_sizes, ladder_workloads, parse_workload
 
     base = base_sizes(space.kernel, model, tp, ep)
     if not named:

@@ -15,14 +15,7 @@ from kerneltune.space import Space, load_space
 from kerneltune.tuning.backends import Backend, LiveBackend, ReplayBackend
 from kerneltune.tuning.samplers import SAMPLERS
 from kerneltune.tuning.session import Options, Progress, Result, Silent, run
-from kerneltune.workloads import (
-    DEFAULT_MODEL,
-    DEFAULT_TP,
-    format_workload,
-    ladder_workloads,
-    model_workload,
-    parse_workload,
-)
+from kerneltune.workloads import base_sizes, format_workload, ladder_workloads, parse_workload
 
 RESULTS = Path("kerneltune-results")
 SHIPPED = "shipped"  # as `replay`: the recordings in the package's results
@@ -65,8 +58,7 @@ class Request:
         Raises:
             UserError, ValueError: a bad name or value, in one line.
         """
-        tp = self.tp if self.tp is not None else (1 if self.model else DEFAULT_TP)
-        base = model_workload(self.kernel, self.model or DEFAULT_MODEL, tp, self.ep)
+        base = base_sizes(self.kernel, self.model, self.tp, self.ep)
         if not self.single:
             return ladder_workloads(self.kernel, base, self.ladder, self.check())
         tunable = load_tunable(self.kernel)
@@ -80,7 +72,7 @@ def search(
     model: str | None = None,
     tp: int | None = None,
     ep: int = 1,
-    workloads: Sequence[str | Mapping[str, Any]] = (),
+    workloads: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] = (),
     ladder: str = "standard",
     space: str | Path | None = None,
     trials: int = 48,
@@ -110,7 +102,8 @@ def search(
     Raises:
         UserError: bad names or values (exit code 2), or no GPU and no recording of what was named (3).
     """
-    request = Request(kernel, model, tp, ep, tuple(workloads), ladder, Path(space) if space is not None else None)
+    single = (workloads,) if isinstance(workloads, str | Mapping) else tuple(workloads)
+    request = Request(kernel, model, tp, ep, single, ladder, Path(space) if space is not None else None)
     request.check()
     if sampler not in SAMPLERS:
         raise UserError(f"sampler {sampler!r}: expected one of {', '.join(SAMPLERS)}")

@@ -74,8 +74,9 @@ class Result:
     out: Path
     table: Path | None  # None: no workload ended with a config
     decisions: list[tuple[dict[str, Any], finalists.Decision | None]]
-    measured: int  # trials measured by this run
-    remembered: int  # trials taken from the records
+    measured: int  # trials and finalists measured (or replayed) by this run
+    remembered: int  # taken from the records
+    live: bool  # measured on a GPU; otherwise replayed
 
 
 class Log:
@@ -144,7 +145,7 @@ def run(backend: Backend, workloads: Sequence[Mapping[str, Any]], options: Optio
                 )
     finally:
         log.close()
-    return Result(options.out, table, decisions, log.measured, log.remembered)
+    return Result(options.out, table, decisions, log.measured, log.remembered, backend.source == "live")
 
 
 def _tune(

@@ -159,3 +159,14 @@ def test_lookup_refuses(capsys: pytest.CaptureFixture[str], arguments: list[str]
     line = command(capsys, "lookup", *arguments, code=2)
     assert says in line
     assert line.count("\n") == 1
+
+
+def test_the_shipped_results_folder_can_be_exported(tmp_path: Path) -> None:
+    """It holds ceilings.json beside the tables."""
+    results = Path(__file__).parents[2] / "results" / "nvidia-h200"
+    with pytest.raises(SystemExit) as ended:
+        main(["export", str(results), "--to", str(tmp_path / "ship")])
+    assert ended.value.code == 0
+    assert sorted(path.name for path in (tmp_path / "ship").glob("*.json")) == sorted(
+        path.name for path in (results / "tables").glob("*.json")
+    )

@@ -85,3 +85,10 @@ def test_a_space_of_which_nothing_was_recorded_is_said(tmp_path: Path) -> None:
     space = shipped_space_with(tmp_path, num_splits="[5]")
     with pytest.raises(UserError, match=r"mine\.toml: none of its points was recorded"):
         kerneltune.search("mla-decode", space=space, replay="shipped", out=tmp_path / "out")
+
+
+def test_one_workload_may_stand_alone(tmp_path: Path, recordings: Path) -> None:
+    result = kerneltune.search(
+        "mla-decode", workloads="batch=128,kv_len=4096", replay=recordings, trials=8, out=tmp_path / "out"
+    )
+    assert [workload["heads"] for workload, _ in result.decisions] == [16]
