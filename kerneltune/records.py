@@ -135,11 +135,11 @@ class RecordWriter:
         try:
             written = self._file.write(data)
             if written != len(data):
-                raise OSError(errno.ENOSPC, "disk full: a record was written in part", str(self.path))
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(self._file.fileno())
-        except OSError:
+        except OSError as error:
             os.truncate(self.path, start)
-            raise
+            raise OSError(error.errno, f"{error.strerror}; what was recorded before is kept", str(self.path)) from error
 
     def close(self) -> None:
         """Close the file and give the lock back."""
