@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 import typer
@@ -75,6 +76,7 @@ def _fill_in_replay(arguments: list[str]) -> list[str]:
 
 
 def _run(arguments: list[str], debug: bool) -> int:
+    warnings.showwarning = _warn
     try:
         command = typer.main.get_command(build_app())
         result = command.main(arguments, prog_name="kerneltune", standalone_mode=False)
@@ -101,6 +103,11 @@ def _run(arguments: list[str], debug: bool) -> int:
         _trace(debug)
         advice = "" if debug else "; --debug prints where"
         return _fail(f"{type(error).__name__}: {error} (this is a fault of kerneltune{advice})", INTERNAL_ERROR)
+
+
+def _warn(message: Warning | str, *_: object, **__: object) -> None:
+    """A warning as one line, without the place in our code that gave it."""
+    print(f"warning: {message}", file=sys.stderr)
 
 
 def _usage(error: BaseException) -> str:
