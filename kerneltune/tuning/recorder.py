@@ -15,7 +15,7 @@ from kerneltune.recordings import Recording, canonical, point_key, write_recordi
 from kerneltune.records import Trial
 from kerneltune.tuning import finalists, ladder
 from kerneltune.tuning.backends import FINAL_ROUNDS, Backend
-from kerneltune.tuning.session import Log, Options, Progress, make_trial, time_finals
+from kerneltune.tuning.session import Log, Options, Progress, recall_or_measure, time_finals
 
 NEAR = 1.06  # points within 6 % of the best are re-timed: the noise of one timing is below that
 MOST_RETIMED = 8
@@ -104,13 +104,8 @@ def _every_point(
     def finish_oldest() -> None:
         nonlocal best
         index, params = waiting.popleft()
-        trial = log.known(workload, part, params, "record")
-        remembered = trial is not None
-        if trial is None:
-            stop = best.time_us * STOP_ABOVE if best is not None and best.time_us is not None else None
-            figures = backend.measure(workload, part, params, stop)
-            trial = make_trial(log.session, backend, work, workload, part, params, "record", index, figures)
-            log.add(trial)
+        stop = best.time_us * STOP_ABOVE if best is not None and best.time_us is not None else None
+        trial, remembered = recall_or_measure(backend, log, work, workload, part, params, "record", index, stop)
         trials.append(trial)
         if trial.outcome == "ok" and (best is None or (trial.time_us or 0) < (best.time_us or 0)):
             best = trial

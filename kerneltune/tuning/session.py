@@ -195,16 +195,8 @@ def _search_part(
         nonlocal best
         index, point = pending.popleft()
         params = study.points[point]
-        trial = log.known(workload, part, params, "search")
-        remembered = trial is not None
-        if trial is None:
-            stop = best.time_us * STOP_ABOVE if best is not None and best.time_us is not None else None
-            figures = backend.measure(workload, part, params, stop)
-            trial = make_trial(log.session, backend, work, workload, part, params, "search", index, figures)
-            log.add(trial)
-            log.measured += 1
-        else:
-            log.remembered += 1
+        stop = best.time_us * STOP_ABOVE if best is not None and best.time_us is not None else None
+        trial, remembered = recall_or_measure(backend, log, work, workload, part, params, "search", index, stop)
         clock.spend(trial)
         trials.append(trial)
         study.tell(point, trial.time_us if trial.outcome == "ok" else None)
@@ -226,6 +218,29 @@ def _search_part(
     while pending:
         finish_oldest()
     return trials
+
+
+def recall_or_measure(
+    backend: Backend,
+    log: Log,
+    work: Work,
+    workload: Mapping[str, Any],
+    part: str,
+    params: Mapping[str, Any],
+    stage: str,
+    index: int,
+    stop_above_us: float | None,
+) -> tuple[Trial, bool]:
+    """The record of this trial and True, or measured now, on the disk, and False."""
+    known = log.known(workload, part, params, stage)
+    if known is not None:
+        log.remembered += 1
+        return known, True
+    figures = backend.measure(workload, part, params, stop_above_us)
+    trial = make_trial(log.session, backend, work, workload, part, params, stage, index, figures)
+    log.add(trial)
+    log.measured += 1
+    return trial, False
 
 
 def time_finals(
