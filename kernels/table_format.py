@@ -151,7 +151,7 @@ def _check_entry(entry: object, keys: Keys, where: str) -> None:
         for inner, item in value.items() if isinstance(value, dict) else [("value", value)]:
             _text(inner, f"{where}.config.{name}, a name")
             _check_parameter(item, f"{where}.config.{name}" + (f".{inner}" if isinstance(value, dict) else ""))
-    for part in ("measured", "loss"):
+    for part in ("measured", "loss", "provenance"):
         for name, value in _mapping(fields.get(part, {}), f"{where}.{part}").items():
             _check_finite(value, f"{where}.{part}.{name}")
     for name, value in _mapping(fields.get("loss", {}).get("inputs", {}), f"{where}.loss.inputs").items():

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kerneltune.errors import UserError
-from kerneltune.records import Trial
+from kerneltune.records import MOST, Trial, is_sound
 
 SCHEMA = 1
 MEASURED = ("outcome", "reason", "time_us", "p20_us", "p80_us", "samples", "error")
@@ -97,7 +97,6 @@ def read_recording(path: Path) -> Recording:
     Raises:
         UserError: it cannot be read, or is no recording.
     """
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
@@ -125,9 +124,49 @@ def read_recording(path: Path) -> Recording:
         rounds = {
             point_key(t.part, t.config): row["rounds"] for t, row in zip(trials, rows, strict=True) if row["rounds"] > 1
         }
-        return Recording(**header, trials=trials, rounds=rounds)
-    except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
+        recording = Recording(**header, trials=trials, rounds=rounds)
+        _check(recording)
+        return recording
+    except UserError:
+        raise
+    except Exception as error:  # a file from outside: whatever reading it can raise
         raise UserError(f"{path}: not a kerneltune recording ({type(error).__name__}: {error})") from error
+
+
+def _check(recording: Recording) -> None:
+    """Raise ValueError where a recording could not be replayed."""
+    from kerneltune.device import slug
+    from kerneltune.kernels.device import Device
+    from kerneltune.kernels.table_format import KEYS
+    from kerneltune.roofline.model import Ceilings
+
+    device, ceilings = Device(**recording.device), Ceilings.from_dict(recording.ceilings)
+    costs = [int(recording.whole["flops"]), int(recording.whole["bytes"])]
+    costs += [cost for trial in recording.trials for cost in (trial.flops, trial.bytes)]
+    rates = [ceilings.dram_read_gbps, ceilings.tflops[str(recording.whole["compute"])], *costs]
+    texts = (device.name, recording.kernel, *recording.parts, *recording.shared, recording.kernel_hash)
+    if not all(isinstance(text, str) and text for text in texts) or not recording.parts:
+        raise ValueError("a name is missing")
+    keys = KEYS[recording.kernel]
+    if set(recording.workload) != set(keys.all):
+        raise ValueError(f"the workload's keys are not those of {recording.kernel}")
+    for name, value in recording.workload.items():
+        whole = isinstance(value, int) and value >= 0
+        if (name in keys.scaled and not (whole and value)) or not (whole or (isinstance(value, str) and slug(value))):
+            raise ValueError(f"workload.{name}: {value!r}")
+    if not slug(device.name):
+        raise ValueError("the device has no name")
+    if not all(0 < rate < MOST**2 for rate in rates) or not 0 <= recording.launch_us < MOST:
+        raise ValueError("a ceiling or a cost is not above zero")
+    if not all(is_sound(trial) for trial in recording.trials):
+        raise ValueError("a time is not above zero")
+    points = {point_key(t.part, t.config) for t in recording.trials}
+    for part in recording.parts:
+        default = recording.default_config if len(recording.parts) == 1 else recording.default_config[part]
+        if point_key(part, default) not in points:
+            raise ValueError(f"the default config of {part} was not recorded")
+    if not isinstance(recording.versions, dict) or not isinstance(recording.rest_us, dict):
+        raise ValueError("versions and rest_us must be mappings")
 
 
 def find_recordings(paths: Iterable[Path], kernel: str) -> list[Recording]:

@@ -18,6 +18,7 @@ import msgspec
 from kerneltune.errors import UserError
 
 SCHEMA = 1
+MOST = 1e12  # no figure of a trial is larger, whatever its unit
 OUTCOMES = ("ok", "infeasible", "compile_error", "wrong", "nondeterministic", "crashed", "timed_out", "suspect")
 
 
@@ -82,13 +83,26 @@ _decoder = msgspec.json.Decoder(Line)
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """Yield every whole line that this version understands; a cut-off, damaged or unknown line is skipped."""
+    """Yield every whole line that this version understands; a cut-off, damaged, unknown or senseless one is skipped."""
     with path.open("rb") as file:
-        for line in file:
+        for text in file:
             try:
-                yield _decoder.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError):
+                line = _decoder.decode(text)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 continue
+            if isinstance(line, Session) or is_sound(line):
+                yield line
+
+
+def is_sound(trial: Trial) -> bool:
+    """Whether a trial's values can be what a measurement gives: scalars, and finite figures above zero."""
+    if not all(isinstance(value, bool | int | float | str) for value in trial.workload.values()):
+        return False
+    figures = (trial.time_us, trial.p20_us, trial.p80_us, trial.gbps, trial.tflops, trial.intensity, trial.roofline)
+    known = [figure for figure in figures if figure is not None]
+    if trial.outcome == "ok" and trial.time_us is None:
+        return False
+    return all(0 < figure < MOST for figure in known) and 0 <= trial.launch_us < MOST
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Session], list[Trial]]:
@@ -117,6 +131,8 @@ class RecordWriter:
         from filelock import FileLock, Timeout
 
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path}: not a regular file, so records cannot be kept there; choose another --out")
         self.path = path
         self._lock = FileLock(f"{path}.lock")
         try:

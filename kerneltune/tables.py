@@ -58,7 +58,7 @@ def table_file_name(kernel: str, dtype: str, device_name: str) -> str:
     """One file per kernel, dtype and device: "mla-decode.bf16.nvidia-h200.json"."""
     from kerneltune.device import slug
 
-    return f"{kernel}.{dtype}.{slug(device_name)}.json"
+    return f"{kernel}.{slug(dtype)}.{slug(device_name)}.json"
 
 
 def add_entry(

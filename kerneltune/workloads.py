@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import re
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -58,6 +57,15 @@ def base_sizes(kernel: str, model: str | None, tp: int | None, ep: int) -> dict[
     return model_workload(kernel, model or DEFAULT_MODEL, split, ep)
 
 
+def served_note(kernel: str, model: str | None) -> str | None:
+    """What to tell who tunes experts that are served in a format that the kernels do not have yet, or None."""
+    name, preset = _find_model(model or DEFAULT_MODEL)
+    served = preset.served_in
+    if kernel != "moe" or served == "bf16":
+        return None
+    return f"warning: {name} is served in {served}; it runs in bf16: {served} is not supported yet"
+
+
 def model_workload(kernel: str, model: str, tp: int = 1, ep: int = 1) -> dict[str, Any]:
     """The workload keys that one GPU's share of a model fixes.
 
@@ -80,17 +88,13 @@ def model_workload(kernel: str, model: str, tp: int = 1, ep: int = 1) -> dict[st
     if preset.moe is None:
         raise UserError(f"{name} has no mixture of experts; models with it: {', '.join(_names('moe'))}")
     moe = preset.moe
-    sizes = {
+    return {
         "E": _divide(moe.E, ep, f"--ep {ep}", f"the {moe.E} experts of {name}"),
         "global_E": moe.E,
         "N": _divide(moe.N, tp, f"--tp {tp}", f"N = {moe.N} of {name}"),
         "K": moe.K,
         "top_k": moe.top_k,
     }
-    if preset.served_in != "bf16":
-        served = preset.served_in
-        _say_once(f"warning: {name} is served in {served}; it runs in bf16: {served} is not supported yet")
-    return sizes
 
 
 def parse_workload(text: str, base: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,8 +198,3 @@ def _parse_value(text: str) -> int | bool | str:
 
 def _format_value(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)

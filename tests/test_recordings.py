@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from proto import proto_recordings
 
@@ -39,3 +41,27 @@ def test_a_file_that_is_no_recording_is_named(tmp_path: Path, data: bytes) -> No
 def test_a_missing_path_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such recording"):
         find_recordings([tmp_path / "nowhere"], "moe")
+
+
+def damaged(path: Path, **header: object) -> Path:
+    """A good recording with fields of its header replaced."""
+    write_recording(path, proto_recordings()[0])
+    table = pq.read_table(path)
+    changed = json.loads(table.schema.metadata[b"kerneltune"]) | header
+    metadata = dict(table.schema.metadata) | {b"kerneltune": json.dumps(changed).encode()}
+    pq.write_table(table.replace_schema_metadata(metadata), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"device": {}}, {"device": "x"}, {"ceilings": {}}, {"workload": [1]}, {"workload": {"batch": 1}}, {"parts": []},
+        {"parts": ["zzz"]}, {"default_config": {"a": 1}}, {"default_config": None}, {"whole": {}}, {"launch_us": "x"},
+        {"launch_us": -1}, {"versions": None}, {"kernel": "gemm"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_header_that_makes_no_sense_is_one_line_naming_the_file(tmp_path: Path, header: dict[str, object]) -> None:
+    with pytest.raises(UserError, match=r"bad\.parquet: not a kerneltune recording"):
+        read_recording(damaged(tmp_path / "bad.parquet", **header))

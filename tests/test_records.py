@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kerneltune.errors import UserError
 from kerneltune.records import RecordsInUse, RecordWriter, Trial, read_lines
 
 
@@ -67,3 +68,21 @@ def test_a_full_disk_raises_and_keeps_the_file_whole(tmp_path: Path) -> None:
             writer.append(trial(1))
         os.dup2(good, writer._file.fileno())
     assert list(read_lines(path)) == [trial(0)]
+
+
+@pytest.mark.parametrize(
+    "change", [{"time_us": -5.0}, {"time_us": 0.0}, {"roofline": 1e308}, {"workload": {"a": [[]]}}]
+)
+def test_a_line_that_no_measurement_gives_is_skipped(tmp_path: Path, change: dict[str, object]) -> None:
+    path = tmp_path / "x.jsonl"
+    with RecordWriter(path) as writer:
+        writer.append(trial(0))
+    with path.open("a") as file:
+        file.write(json.dumps(json.loads(path.read_text()) | change) + "\n")
+    assert list(read_lines(path)) == [trial(0)]
+
+
+def test_a_record_file_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").symlink_to("/dev/full")
+    with pytest.raises(UserError, match="not a regular file"):
+        RecordWriter(tmp_path / "x.jsonl")

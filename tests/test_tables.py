@@ -231,3 +231,8 @@ def test_shipped_tables_are_sound(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tables.shipped_tables() == on_disk
     for path in on_disk:
         assert load_table(path).entries
+
+
+def test_a_dtype_cannot_lead_out_of_the_folder() -> None:
+    name = tables.table_file_name("moe", "../../etc/x", "../NVIDIA H200")
+    assert "/" not in name

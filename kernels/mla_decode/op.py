@@ -45,7 +45,8 @@ def mla_decode(
         q: [batch, s_q, heads, d_qk] bf16 or fp16, any strides with the last 1; s_q 1 to 8, heads 1 to 128.
         kv_cache: [num_pages, page_size, h_kv, d_qk] like q; page_size 1 to 128; heads % h_kv == 0.
         block_table: [batch, max_pages] int32: the page of tokens page_size * i and on. Entries past the length are not
-            read and may hold anything, as may the cache past the length.
+            read and may hold anything, as may the cache past the length; the others must be pages of kv_cache, which
+            is not checked: that would mean waiting for the GPU.
         cache_seqlens: [batch] int32, cached tokens of each request (the new ones included), 0 to max_pages * page_size.
         causal: query i sees the keys before length - s_q + 1 + i; otherwise all.
         kv_lora_rank: latent width, which is also the width of v.

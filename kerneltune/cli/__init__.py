@@ -60,6 +60,8 @@ def build_app() -> typer.Typer:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and leave with its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
+    if sys.stdout is None:  # closed by the caller (`>&-`)
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (lives as long as the process)
     debug = "--debug" in given
     sys.exit(_run(_fill_in_replay([argument for argument in given if argument != "--debug"]), debug))
 

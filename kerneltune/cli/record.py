@@ -37,6 +37,7 @@ def record(
     from kerneltune.tuning.api import RESULTS, Request
     from kerneltune.tuning.backends import LiveBackend
     from kerneltune.tuning.session import Options
+    from kerneltune.workloads import served_note
 
     request = Request(kernel, model, tp, ep, tuple(workload), ladder, space)
     checked = request.check()
@@ -46,6 +47,9 @@ def record(
     backend = LiveBackend(kernel, checked, device, seed)
     folder = out if out is not None else RESULTS / slug(str(backend.device["name"])) / kernel
     progress = ConsoleProgress(kernel)
+    note = served_note(kernel, model)
+    if note is not None:
+        progress.note(note)
     try:
         options = Options(folder, seed=seed, sampler="exhaustive", command=command_line())
         paths = recorder.record(backend, workloads, checked.text, options, progress)

@@ -106,7 +106,6 @@ def _print(result: Result, as_json: bool) -> None:
 
     if result.table is None:
         raise UserError(f"no config of any workload ran; the reasons are in {result.out}/records", CHECK_FAILED)
-    pictures = [path for path in plots.save_plots(result.out, result.out / "plots") if path.suffix == ".png"]
     if as_json:
         print(json.dumps(_summary(result)))
     else:
@@ -114,8 +113,15 @@ def _print(result: Result, as_json: bool) -> None:
     remembered = f", {result.remembered} already in the records" if result.remembered else ""
     done = "measured" if result.live else "replayed"
     print(f"trials and finalists: {result.measured} {done} now{remembered}", file=sys.stderr)
-    for what, path in (("table", result.table), *(("picture", picture) for picture in pictures)):
-        print(f"{what}: {path}", file=sys.stderr)
+    print(f"table: {result.table}", file=sys.stderr)
+    try:
+        pictures = plots.save_plots(result.out, result.out / "plots")
+    except OSError as error:
+        print(f"warning: the pictures could not be saved: {error}", file=sys.stderr)
+        pictures = []
+    for path in pictures:
+        if path.suffix == ".png":
+            print(f"picture: {path}", file=sys.stderr)
 
 
 def _summary(result: Result) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from kerneltune.space import Space, load_space
 from kerneltune.tuning.backends import Backend, LiveBackend, ReplayBackend
 from kerneltune.tuning.samplers import SAMPLERS
 from kerneltune.tuning.session import Options, Progress, Result, Silent, run
-from kerneltune.workloads import base_sizes, format_workload, ladder_workloads, parse_workload
+from kerneltune.workloads import base_sizes, format_workload, ladder_workloads, parse_workload, served_note
 
 RESULTS = Path("kerneltune-results")
 SHIPPED = "shipped"  # as `replay`: the recordings in the package's results
@@ -44,7 +44,8 @@ class Request:
         space = load_space(self.space_path if self.space_path is not None else self.kernel)
         if space.kernel != self.kernel:
             raise UserError(f"{self.space_path}: a space of {space.kernel}, not of {self.kernel}")
-        space.ladder(self.ladder)
+        if not self.single:
+            space.ladder(self.ladder)
         return space
 
     @property
@@ -113,6 +114,9 @@ def search(
     if replay is None and detect(device) is None:
         progress.note("no GPU here: replaying the recordings shipped in results/; nothing is measured")
         replay = SHIPPED
+    note = served_note(kernel, model)
+    if note is not None and (model or replay is None):
+        progress.note(note)
     backend: Backend
     if replay is not None:
         recordings = choose_recordings(request, replay, progress)
