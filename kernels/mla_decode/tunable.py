@@ -14,6 +14,7 @@ import torch
 
 from kerneltune.kernels.device import Device
 from kerneltune.kernels.mla_decode import config as configs
+from kerneltune.kernels.mla_decode.estimate import estimate_us
 from kerneltune.kernels.mla_decode.op import MAX_HEADS, MAX_PAGE_SIZE, MAX_S_Q, allocate_scratch, decode_calls
 from kerneltune.kernels.mla_decode.reference import mla_decode_reference
 from kerneltune.kernels.tunable import Config, Cost, Launch, Params, Problem, Scalar, Verdict, Workload
@@ -107,6 +108,14 @@ class MlaDecode:
         except ValueError as error:
             return str(error)
         return configs.is_valid(config, workload, device)
+
+    def estimate(
+        self, part: str, params: Params, workload: Workload, device: Device, ceilings: Mapping[str, Any]
+    ) -> float:
+        """Microseconds that these parameters should take."""
+        config = configs.Config.from_dict(params)
+        tflops = ceilings["tflops"][workload["dtype"]]
+        return estimate_us(config, workload, device, ceilings["dram_read_gbps"], tflops)
 
     def make_problem(self, workload: Workload, device: torch.device | str, seed: int = 0) -> Problem:
         """q and KV ~ N(0, 1) in randomly permuted pages; all that must not be read is NaN or a huge page index."""

@@ -13,6 +13,7 @@ import torch
 
 from kerneltune.kernels.device import Device
 from kerneltune.kernels.moe import config as configs
+from kerneltune.kernels.moe.estimate import grouped_gemm_us
 from kerneltune.kernels.moe.launch import Scratch, make_calls, make_scratch
 from kerneltune.kernels.moe.reference import fused_moe_reference
 from kerneltune.kernels.moe.routing import ROUTINGS, draw_topk_ids, draw_topk_weights
@@ -90,6 +91,25 @@ class MoeTunable:
 
     def is_valid(self, part: str, params: Params, workload: Workload, device: Device) -> str | None:
         return configs.is_valid(part, params, self.complete_workload(workload), device)
+
+    def estimate(
+        self, part: str, params: Params, workload: Workload, device: Device, ceilings: Mapping[str, Any]
+    ) -> float:
+        N, K = _int(workload, "N"), _int(workload, "K")
+        block_n = int(params["BLOCK_N"])
+        columns, depth, tile_columns = (2 * N, K, 2 * block_n) if part == "gemm1" else (K, N, block_n)
+        return grouped_gemm_us(
+            params,
+            tile_columns=tile_columns,
+            columns=columns,
+            depth=depth,
+            rows=_int(workload, "tokens") * _int(workload, "top_k") * _int(workload, "E") / _int(workload, "global_E"),
+            experts=_int(workload, "E"),
+            weight_bytes=configs.ELEMENT_BYTES,
+            device=device,
+            read_gbps=ceilings["dram_read_gbps"],
+            tflops=ceilings["tflops"][workload["dtype"]],
+        )
 
     def make_problem(self, workload: Workload, device: torch.device | str, seed: int = 0) -> Problem:
         workload = self.complete_workload(workload)
