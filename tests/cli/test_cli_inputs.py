@@ -11,7 +11,6 @@ import pytest
 
 from kerneltune import tables
 from kerneltune.cli import main
-from kerneltune.errors import UserError
 from kerneltune.kernels import tables as launch_tables
 from kerneltune.kernels.table_format import TableError, parse_table
 from kerneltune.recordings import find_recordings, read_recording
@@ -98,11 +97,6 @@ def test_faults_are_one_line_before_anything_starts(
     line = kerneltune(capsys, command, *arguments, code=2)
     assert line.splitlines()[-1].startswith(f"error: {says}")
     assert not (tmp_path / "kerneltune-results").exists()
-
-
-def test_no_kernel_named() -> None:
-    with pytest.raises(UserError, match="--lengths lens.json: moe has no lengths"):
-        Request("moe", lengths="lens.json").check()
 
 
 def recorded_beside_uniform(folder: Path, ids: Path, elsewhere: str) -> str:

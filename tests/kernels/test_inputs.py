@@ -18,6 +18,7 @@ from kerneltune.kernels.moe.routing import draw_topk_ids
 from kerneltune.kernels.moe.tunable import TUNABLE as MOE
 from kerneltune.kernels.table_format import class_name
 from kerneltune.measure import gate
+from kerneltune.registry import load_tunable
 
 IDS = [[0, 1], [1, 2], [5, 0], [3, -1], [-1, -1], [4, 5], [2, 3]]
 LENGTHS = [7, 4000, 1, 900, 65, 8192]
@@ -223,15 +224,16 @@ def test_mla_cost_counts_the_pages_that_the_problem_owns(tmp_path: Path) -> None
 def test_the_gate_passes_on_all_tokens_to_one_expert(tmp_path: Path, device: str) -> None:
     """The recorded rows themselves are run and judged, and the edges beside them."""
     workload = {**SMALL, "tokens": 40, "routing": save(tmp_path / "hot.json", [[3, -1]] * 11)}
-    cases = gate.make_cases(MOE, workload, device)
+    moe = load_tunable("moe")
+    cases = gate.make_cases(moe, workload, device)
     assert (cases[0].problem.inputs["topk_ids"] == torch.tensor([3, -1], device=device)).all()
     part = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 32, "GROUP_M": 1, "num_warps": 4, "num_stages": 2}
-    verdict = gate.check(MOE, cases, {"gemm1": part, "gemm2": part})
+    verdict = gate.check(moe, cases, {"gemm1": part, "gemm2": part})
     assert verdict.ok, verdict.reason
     launch = MOE.launch(cases[0].problem, {"gemm1": part, "gemm2": part})
     launch.run()
     launch.outputs["out"][7] = 0
-    assert not gate.judge(MOE, cases[0], launch).ok
+    assert not gate.judge(moe, cases[0], launch).ok
 
 
 def test_class_names_hold_no_folders() -> None:
