@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
+from kerneltune.kernels.table_format import table_workload
 from kerneltune.recordings import canonical
 from kerneltune.records import RecordWriter, Session, Trial, read_lines
 from kerneltune.tuning import finalists, ladder
@@ -141,7 +142,7 @@ def run(backend: Backend, workloads: Sequence[Mapping[str, Any]], options: Optio
                     backend.kernel,
                     backend.device,
                     _provenance(log.session),
-                    entry(workload, decision),
+                    entry(backend.kernel, workload, decision),
                 )
     finally:
         log.close()
@@ -314,10 +315,11 @@ def make_trial(
     )
 
 
-def entry(workload: Mapping[str, Any], decision: finalists.Decision) -> dict[str, Any]:
+def entry(kernel: str, workload: Mapping[str, Any], decision: finalists.Decision) -> dict[str, Any]:
     """The table entry of a decided workload (DESIGN.md §6)."""
     winner, default = decision.winner, decision.default
-    inputs = next((workload[name] for name in ("lengths", "routing") if name in workload), "")
+    known = table_workload(kernel, workload)
+    inputs = next((known[name] for name in ("lengths", "routing") if name in known), "")
     measured = {
         "time_us": _round(winner.time_us, 3),
         "p20_us": _round(winner.p20_us, 3),
@@ -336,7 +338,7 @@ def entry(workload: Mapping[str, Any], decision: finalists.Decision) -> dict[str
     }
     if winner.composed:
         measured["composed"] = True
-    return {"workload": dict(workload), "config": dict(winner.config), "measured": measured, "loss": {}}
+    return {"workload": known, "config": dict(winner.config), "measured": measured, "loss": {}}
 
 
 class _Clock:
