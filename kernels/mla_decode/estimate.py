@@ -19,7 +19,9 @@ from kerneltune.kernels.mla_decode.config import Config, shared_bytes
 
 ELEMENT_BYTES = 2
 OTHER_REGISTERS = 70  # of a thread, beside its part of the output tile
-SHARED_READS = 2.5  # blocks of one request that read the same keys at once share them through the cache, at most so many
+SHARED_READS = (
+    2.5  # blocks of one request that read the same keys at once share them through the cache, at most so many
+)
 SOFTMAX_US = 0.4  # of one tile, one block alone: two reductions and the waits between the two products
 SHARED_COPY_RATIO = 12  # shared memory's bandwidth over an SM's share of device memory's
 COMBINE_US = 3.5  # to launch and run an empty merge
@@ -46,9 +48,7 @@ def estimate_us(config: Config, workload: Mapping[str, Any], device: Device, rea
 
     accumulator = config.BLOCK_H * latent / (device.warp_size * config.num_warps)
     registers = accumulator + OTHER_REGISTERS
-    slots = device.sm_count * blocks_per_sm(
-        device, shared_bytes(config, workload, device), registers, config.num_warps
-    )
+    slots = device.sm_count * blocks_per_sm(device, shared_bytes(config, workload, device), registers, config.num_warps)
     resident = min(blocks, slots)
     per_sm = max(1.0, resident / device.sm_count)
     busy_sms = min(1.0, resident / device.sm_count)

@@ -51,6 +51,10 @@ class Backend(Protocol):
 
     def work(self, workload: Workload, part: str) -> Work: ...
 
+    def estimates(self, workload: Workload, part: str) -> list[float] | None:
+        """Microseconds that each of `points` should take by occupancy and roofline; None where nobody can say."""
+        ...
+
     def prepare(self, workload: Workload, part: str, params: Mapping[str, Any]) -> None:
         """Begin compiling; returns at once."""
         ...
@@ -120,6 +124,18 @@ class ReplayBackend:
             return Work(int(whole["flops"]), int(whole["bytes"]), str(whole["compute"]))
         row = next(t for t in recording.trials if t.part == part)
         return Work(row.flops, row.bytes, str(recording.whole["compute"]))
+
+    def estimates(self, workload: Workload, part: str) -> list[float] | None:
+        from kerneltune.kernels.device import Device
+        from kerneltune.registry import KERNELS, load_tunable
+
+        if self.kernel not in KERNELS:
+            return None
+        tunable, device, points = load_tunable(self.kernel), Device(**self.device), self.points(workload, part)
+        try:
+            return [tunable.estimate(part, point, workload, device, self.ceilings) for point in points]
+        except (KeyError, ValueError):  # recorded with other parameters, or a dtype that was not measured
+            return None
 
     def prepare(self, workload: Workload, part: str, params: Mapping[str, Any]) -> None:
         return None
@@ -222,6 +238,10 @@ class LiveBackend:
     def work(self, workload: Workload, part: str) -> Work:
         cost = self._tunable.cost(workload, part or None, seed=self._seed)  # of the inputs that are timed
         return Work(cost.flops, cost.bytes, cost.compute)
+
+    def estimates(self, workload: Workload, part: str) -> list[float] | None:
+        points = self.points(workload, part)
+        return [self._tunable.estimate(part, point, workload, self._device, self.ceilings) for point in points]
 
     def prepare(self, workload: Workload, part: str, params: Mapping[str, Any]) -> None:
         self._pool.submit(self._key(workload, part, params), part, params, workload)

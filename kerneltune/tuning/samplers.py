@@ -246,15 +246,15 @@ class SurrogateSampler(PointSampler):
     def __init__(self, state: State, names: Sequence[str], surrogate: Surrogate) -> None:
         super().__init__(state, names)
         self.surrogate = surrogate
-        self.goals: NDArray[np.float64] | None = None  # [points], log times to beat; None: the best measured
+        self.rest_us: NDArray[np.float64] | None = None  # [points], what the other parts take beside each
 
     def choose(self) -> int:
         state = self._state
-        return self.surrogate.propose(state.told, list(state.running), state.is_open, self.goals)
+        return self.surrogate.propose(state.told, list(state.running), state.is_open, self.rest_us)
 
     def chance(self, at_least: float) -> float:
-        """The chance that one more trial gains at least this much (0.01: 1 %)."""
-        return self.surrogate.chance(self._state.told, self._state.is_open, at_least, self.goals)
+        """The chance that one more trial makes the whole faster by at least this much (0.01: 1 %)."""
+        return self.surrogate.chance(self._state.told, self._state.is_open, at_least, self.rest_us)
 
 
 def _ordered(values: set[Any]) -> list[Any]:

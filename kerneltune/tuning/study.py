@@ -17,7 +17,7 @@ import numpy as np
 from kerneltune.recordings import canonical
 from kerneltune.tuning.samplers import PointStudy, SurrogateSampler
 
-SMALLEST_US = 1e-3  # a goal that cannot be reached any more
+NEVER_US = 1e12  # stands for a part that has no point under these shared parameters
 
 
 class WorkloadStudy:
@@ -33,8 +33,8 @@ class WorkloadStudy:
         estimates_us: Mapping[str, Sequence[float] | None] | None = None,
     ) -> None:
         """Args:
-            points, warm_starts, estimates_us: by part; `estimates_us` one for each point, or None.
-            shared: parameters that must be equal in all parts of a config.
+        points, warm_starts, estimates_us: by part; `estimates_us` one for each point, or None.
+        shared: parameters that must be equal in all parts of a config.
         """
         self.parts = list(points)
         self._studies = {
@@ -58,7 +58,7 @@ class WorkloadStudy:
             if limit is not None and self._asked[part] >= limit:
                 continue
             study = self._studies[part]
-            self._set_goals(part)
+            self._consider_others(part)
             point = study.ask()
             if point is not None:
                 self._asked[part] += 1
@@ -83,40 +83,28 @@ class WorkloadStudy:
         for part, study in self._studies.items():
             if not isinstance(study.sampler, SurrogateSampler):
                 return 1.0
-            share = self._set_goals(part)
-            chances.append(study.sampler.chance(at_least / share))
+            self._consider_others(part)
+            chances.append(study.sampler.chance(at_least))
         return max(chances)
 
-    def _set_goals(self, part: str) -> float:
-        """Set what each point of a part has to beat; returns the part's share of the best whole."""
+    def _consider_others(self, part: str) -> None:
+        """Tell a part's sampler what the other parts take beside each of its points."""
         sampler = self._studies[part].sampler
-        if len(self.parts) == 1 or not isinstance(sampler, SurrogateSampler) or not self._studies[part].state.told:
-            return 1.0
+        if len(self.parts) == 1 or not isinstance(sampler, SurrogateSampler):
+            return
         others = [self._expected_best(each) for each in self.parts if each != part]
-        rest = {group: sum(best[group] for best in others) for group in set.intersection(*map(set, others))}
-        own = self._measured_best(part)
-        wholes = {group: rest[group] + own[group] for group in own if group in rest}
-        if not wholes:
-            sampler.goals = None
-            return 1.0
-        best_group = min(wholes, key=lambda group: wholes[group])
-        goals = [max(wholes[best_group] - rest.get(group, math.inf), SMALLEST_US) for group in self._groups[part]]
-        sampler.goals = np.log(goals)
-        return own[best_group] / wholes[best_group]
-
-    def _measured_best(self, part: str) -> dict[str, float]:
-        """The least measured time of a part under each value of the shared parameters."""
-        best: dict[str, float] = {}
-        for point, value in self._studies[part].state.told.items():
-            group = self._groups[part][point]
-            best[group] = min(best.get(group, math.inf), math.exp(value))
-        return best
+        rest = [sum(best.get(group, math.inf) for best in others) for group in self._groups[part]]
+        sampler.rest_us = np.minimum(rest, NEVER_US)
 
     def _expected_best(self, part: str) -> dict[str, float]:
-        """As `_measured_best`, and what is expected of the values that were not measured."""
+        """The least time of a part under each value of the shared parameters, measured or else expected."""
         study = self._studies[part]
         assert isinstance(study.sampler, SurrogateSampler)
         expected: dict[str, float] = {}
         for group, value in zip(self._groups[part], study.sampler.surrogate.predict(study.state.told), strict=True):
             expected[group] = min(expected.get(group, math.inf), math.exp(value))
-        return expected | self._measured_best(part)
+        measured: dict[str, float] = {}
+        for point, value in study.state.told.items():
+            group = self._groups[part][point]
+            measured[group] = min(measured.get(group, math.inf), math.exp(value))
+        return expected | measured

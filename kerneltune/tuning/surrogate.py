@@ -33,6 +33,7 @@ SLOPE, SLOPE_SPREAD = 1.0, 0.3  # prior of b
 FAR = 1.0  # log times beyond this much above the best are compressed: how bad the bad ones are matters little
 FAR_SLOPE = 0.3
 SPREAD_OUT, SPREAD_WIDTH = 0.3, 0.4  # before anything is measured: points near one under way look this much worse
+SMALLEST_US = 1e-3  # stands for a time that cannot be reached
 START_POINTS = 5  # without estimates: points far from each other before the model is asked
 START_CANDIDATES = 24
 
@@ -60,7 +61,7 @@ class Surrogate:
         told: Mapping[int, float],
         pending: Sequence[int],
         is_open: NDArray[np.bool_],
-        goals: Floats | None = None,
+        rest_us: Floats | None = None,
     ) -> int:
         """The open point to measure next.
 
@@ -68,24 +69,24 @@ class Surrogate:
             told: log time of each measured point.
             pending: points under way; they are taken to turn out as predicted.
             is_open: [points], which may be proposed; at least one.
-            goals: [points], the log time that each has to beat; None: the best measured.
+            rest_us: [points], what the rest of the operation takes beside each point; None: nothing, or all the same.
         """
         candidates = np.flatnonzero(is_open)
         if not told or (not self._estimated and len(told) + len(pending) < START_POINTS):
-            return self._start(candidates, np.array([*told, *pending], np.intp))
-        gain, _ = self._gain(told, pending, candidates, goals)
+            return self._start(candidates, np.array([*told, *pending], np.intp), rest_us)
+        gain, _ = self._gain(told, pending, candidates, rest_us)
         return int(candidates[np.argmax(gain + 1e-12 * self._random.random(len(gain)))])
 
     def chance(
-        self, told: Mapping[int, float], is_open: NDArray[np.bool_], at_least: float, goals: Floats | None = None
+        self, told: Mapping[int, float], is_open: NDArray[np.bool_], at_least: float, rest_us: Floats | None = None
     ) -> float:
-        """The chance that the most promising open point beats its goal by at least this much (0.01: 1 %)."""
+        """The chance that the most promising open point makes the whole faster by at least this much (0.01: 1 %)."""
         candidates = np.flatnonzero(is_open)
         if not len(candidates):
             return 0.0
         if not told:
             return 1.0
-        _, chance = self._gain(told, (), candidates, goals, at_least)
+        _, chance = self._gain(told, (), candidates, rest_us, at_least)
         return float(chance.max())
 
     def predict(self, told: Mapping[int, float]) -> Floats:
@@ -96,10 +97,13 @@ class Surrogate:
         self._refit(where, y)
         return self._predict(where, np.arange(len(self._x)), self._best_members[0])[0]
 
-    def _start(self, candidates: Ints, taken: Ints) -> int:
+    def _start(self, candidates: Ints, taken: Ints, rest_us: Floats | None) -> int:
         if not self._estimated:
             candidates = self._random.choice(candidates, min(START_CANDIDATES, len(candidates)), replace=False)
-        cost = self._prior[candidates] + 1e-9 * self._random.random(len(candidates))
+        cost = self._level + self._prior[candidates]
+        if rest_us is not None and self._estimated:
+            cost = np.log(np.exp(cost) + rest_us[candidates])
+        cost = cost + 1e-9 * self._random.random(len(candidates))
         if len(taken):
             near = np.sqrt(((self._x[candidates][:, None] - self._x[taken][None]) ** 2).sum(-1)).min(1)
             cost = cost + SPREAD_OUT * np.exp(-near / SPREAD_WIDTH) if self._estimated else -near
@@ -110,12 +114,15 @@ class Surrogate:
         told: Mapping[int, float],
         pending: Sequence[int],
         candidates: Ints,
-        goals: Floats | None,
+        rest_us: Floats | None,
         at_least: float = 0.0,
     ) -> tuple[Floats, Floats]:
-        """Expected improvement in log time, and the chance of improving by `at_least`, of each candidate."""
+        """Expected improvement in log time, and the chance of improving the whole by `at_least`, of each candidate."""
+        rest = rest_us if rest_us is not None else np.zeros(len(self._x))
+        whole_us = min(math.exp(value) + rest[point] for point, value in told.items())
+        goal = np.log(np.maximum(whole_us - rest[candidates], SMALLEST_US))
+        enough = np.log(np.maximum(whole_us / (1 + at_least) - rest[candidates], SMALLEST_US))
         where, y = self._measured(told)
-        goal = goals[candidates] if goals is not None else y.min()
         self._refit(where, y)
         if len(pending):
             ahead = np.array(pending, np.intp)
@@ -128,7 +135,7 @@ class Surrogate:
             mean, deviation = self._predict(where, candidates, fit)
             u = (goal - mean) / deviation
             gain += weight * deviation * (u * _normal_cdf(u) + np.exp(-u * u / 2) / math.sqrt(2 * math.pi))
-            chance += weight * _normal_cdf(u - math.log1p(at_least) / deviation)
+            chance += weight * _normal_cdf((enough - mean) / deviation)
         return gain, chance
 
     def _measured(self, told: Mapping[int, float]) -> tuple[Ints, Floats]:
@@ -246,3 +253,21 @@ _erf = np.frompyfunc(math.erf, 1, 1)
 def _normal_cdf(u: Floats) -> Floats:
     result: Floats = 0.5 * (1 + _erf(u / math.sqrt(2)).astype(float))
     return result
+
+
+def transferred(
+    points: Sequence[Mapping[str, Any]],
+    estimates_us: Sequence[float],
+    neighbour_points: Sequence[Mapping[str, Any]],
+    neighbour_estimates_us: Sequence[float],
+    neighbour_us: Mapping[int, float],
+) -> list[float]:
+    """Estimates corrected by how far a neighbouring workload's were from what was measured there.
+
+    Args:
+        neighbour_us: time of each of `neighbour_points` that was measured, by its number; at least one.
+    """
+    together = coordinates_of([*neighbour_points, *points])
+    surrogate = Surrogate(together, [*neighbour_estimates_us, *estimates_us], seed=0)
+    predicted = surrogate.predict({point: math.log(time_us) for point, time_us in neighbour_us.items()})
+    return [float(value) for value in np.exp(predicted[len(neighbour_points) :])]

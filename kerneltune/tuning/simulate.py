@@ -1,0 +1,218 @@
+"""How good is a sampler? Searches replayed on a recording, many seeds, compared with random order.
+
+A search asks, is told what the recording holds, and is scored by the fraction of the optimum that it has after each
+measurement, as a user would serve it: the best whole config among the parts measured so far. No config counts twice.
+The score follows the autotuning methodology (Willemsen et al., "A methodology for comparing optimization algorithms for
+auto-tuning", FGCS 2024): how far the best so far lies from random order's towards the optimum, averaged over the
+measurements that random order without replacement needs to reach 95 % of the optimum. 1: at the optimum from the first
+measurement on; 0: no better than random order.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kerneltune.recordings import Recording, canonical
+from kerneltune.tuning import ladder
+from kerneltune.tuning.backends import ReplayBackend
+from kerneltune.tuning.session import LOOK_AHEAD
+from kerneltune.tuning.study import WorkloadStudy
+from kerneltune.tuning.surrogate import SMALLEST_US, transferred
+
+Floats = NDArray[np.float64]
+AFTER = (16, 32, 64)
+CUTOFF = 0.95
+RANDOM_RUNS = 200  # of the baseline
+NEIGHBOUR_MEASUREMENTS = 48  # of each part: what a search of the neighbour saw
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One sampler on one recording."""
+
+    recording: str  # "mla-decode batch=8 kv_len=8192 heads=16 bf16"
+    points: int  # configs recorded, of all parts
+    sampler: str
+    prior: str
+    seeds: int
+    fractions: Floats  # [seeds, measurements]: optimum / best whole so far; 0 while there is no whole
+    gpu_s: Floats  # [seeds, measurements]: recorded seconds of gate and timing until then
+    sampler_s: float  # the sampler's own time for one measurement, mean
+    baseline: Floats  # [measurements]: mean fraction of random order
+
+    @property
+    def after(self) -> dict[str, float]:
+        """Mean fraction of the optimum after so many distinct measurements."""
+        last = self.fractions.shape[1]
+        return {str(n): float(self.fractions[:, min(n, last) - 1].mean()) for n in AFTER}
+
+    @property
+    def scores(self) -> list[float]:
+        """The methodology's score of each seed."""
+        return [_score(row, self.baseline) for row in self.fractions]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `kerneltune simulate --json` prints it."""
+        scores = self.scores
+        half = 1.96 * statistics.stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else 0.0
+        mean = statistics.fmean(scores)
+        return {
+            "recording": self.recording,
+            "points": self.points,
+            "sampler": self.sampler,
+            "prior": self.prior,
+            "seeds": self.seeds,
+            "after": {n: round(value, 4) for n, value in self.after.items()},
+            "worst": {
+                str(n): round(float(self.fractions[:, min(n, self.fractions.shape[1]) - 1].min()), 4) for n in AFTER
+            },
+            "score": round(mean, 4),
+            "score_band": [round(mean - half, 4), round(mean + half, 4)],
+            "sampler_ms": round(1e3 * self.sampler_s, 2),
+        }
+
+
+def simulate(
+    recording: Recording,
+    label: str,
+    sampler: str,
+    seeds: int,
+    measurements: int = max(AFTER),
+    others: Sequence[Recording] = (),
+) -> Simulation:
+    """Replay a sampler.
+
+    Args:
+        others: the nearest of these recordings of the same exact keys is the prior: a default search on it was seen to
+            its end. Without any the search knows nothing but the space and the device's ceilings: not even the
+            kernel's default config.
+    """
+    neighbour = _nearest(recording, others)
+    runs = [_Run(recording, sampler, seed, measurements, neighbour) for seed in range(seeds)]
+    random_runs = [_Run(recording, "random", seed, measurements) for seed in range(RANDOM_RUNS)]
+    return Simulation(
+        recording=label,
+        points=len(recording.trials),
+        sampler=sampler,
+        prior="none" if neighbour is None else "neighbour",
+        seeds=seeds,
+        fractions=np.array([run.fractions for run in runs]),
+        gpu_s=np.array([run.gpu_s for run in runs]),
+        sampler_s=statistics.fmean(run.sampler_s / len(run.fractions) for run in runs),
+        baseline=np.mean([run.fractions for run in random_runs], axis=0),
+    )
+
+
+class _Run:
+    """One search on one recording, to its end."""
+
+    def __init__(
+        self, recording: Recording, sampler: str, seed: int, measurements: int, neighbour: Recording | None = None
+    ) -> None:
+        self.fractions: list[float] = []  # of the optimum, after each measurement
+        self.gpu_s: list[float] = []  # recorded seconds of gate and timing until then
+        self.seen: dict[str, dict[int, float]] = {part: {} for part in recording.parts}  # net times by point
+        self._recording = recording
+        self._backend = ReplayBackend([recording])
+        self._best = _Best(recording)
+        optimum_us = _optimum_us(recording)
+        begin = time.perf_counter()
+        study = self._study(sampler, seed, neighbour)
+        self.sampler_s = time.perf_counter() - begin
+        pending: deque[tuple[str, int]] = deque()
+        count = min(measurements, len(recording.trials))
+        while len(self.fractions) < count:
+            begin = time.perf_counter()
+            asked = None
+            if len(pending) < LOOK_AHEAD and len(self.fractions) + len(pending) < count:
+                asked = study.ask()
+            if asked is not None:
+                pending.append(asked)
+            self.sampler_s += time.perf_counter() - begin
+            if asked is None:
+                self._finish(study, *pending.popleft())
+                self.fractions.append(optimum_us / self._best.us)
+
+    def _study(self, sampler: str, seed: int, neighbour: Recording | None) -> WorkloadStudy:
+        backend, workload = self._backend, self._recording.workload
+        points = {part: backend.points(workload, part) for part in backend.parts}
+        estimates = {part: backend.estimates(workload, part) for part in backend.parts}
+        warm: dict[str, list[dict[str, Any]]] = {}
+        if neighbour is not None:
+            before = _Run(neighbour, "default", seed, NEIGHBOUR_MEASUREMENTS * len(backend.parts))
+            for part in backend.parts:
+                there, estimated = before._backend.points(neighbour.workload, part), estimates[part]
+                estimated_there = before._backend.estimates(neighbour.workload, part)
+                if estimated and estimated_there:
+                    estimates[part] = transferred(points[part], estimated, there, estimated_there, before.seen[part])
+                else:
+                    winner = min(before.seen[part], key=lambda point: before.seen[part][point])
+                    warm[part] = [there[winner]]
+        return WorkloadStudy(points, backend.shared, sampler, seed, warm, estimates)
+
+    def _finish(self, study: WorkloadStudy, part: str, point: int) -> None:
+        params = study.params(part, point)
+        row = self._backend.measure(self._recording.workload, part, params, None)
+        net_us = max(row["time_us"] - self._recording.launch_us, SMALLEST_US) if row["outcome"] == "ok" else None
+        if net_us is not None:
+            self._best.add(part, params, net_us)
+            self.seen[part][point] = net_us
+        self.gpu_s.append((self.gpu_s[-1] if self.gpu_s else 0.0) + row["gate_s"] + row["timing_s"])
+        begin = time.perf_counter()
+        study.tell(part, point, net_us)
+        self.sampler_s += time.perf_counter() - begin
+
+
+class _Best:
+    """The best whole config among the parts measured so far, as it would be served."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._parts, self._shared, self._rest_us = recording.parts, recording.shared, recording.rest_us
+        self._times: dict[str, dict[str, float]] = {}
+        self.us = math.inf
+
+    def add(self, part: str, params: Mapping[str, Any], net_us: float) -> None:
+        group = canonical([params[name] for name in self._shared])
+        times = self._times.setdefault(group, {})
+        times[part] = min(times.get(part, math.inf), net_us)
+        if len(times) == len(self._parts):
+            self.us = min(self.us, sum(times.values()) + self._rest_us.get(group, 0.0))
+
+
+def _optimum_us(recording: Recording) -> float:
+    best = _Best(recording)
+    for trial in recording.trials:
+        if trial.outcome == "ok" and trial.time_us is not None:
+            best.add(trial.part, trial.config, max(trial.time_us - recording.launch_us, SMALLEST_US))
+    return best.us
+
+
+def _nearest(recording: Recording, others: Sequence[Recording]) -> Recording | None:
+    """The nearest recording of another workload of the same exact keys."""
+    from kerneltune.kernels.table_format import KEYS
+
+    exact = KEYS[recording.kernel].exact if recording.kernel in KEYS else ()
+
+    def same(other: Recording) -> bool:
+        if other.kernel != recording.kernel or canonical(other.workload) == canonical(recording.workload):
+            return False
+        return all(other.workload[key] == recording.workload[key] for key in exact)
+
+    found = [other for other in others if same(other)]
+    return min(found, key=lambda other: ladder.distance(recording.workload, other.workload), default=None)
+
+
+def _score(fractions: Floats, baseline: Floats) -> float:
+    """Mean share of the way from random order to the optimum, over the measurements that random order needs."""
+    needed = next((n for n, value in enumerate(baseline, 1) if value >= CUTOFF), len(baseline))
+    own, base = fractions[:needed], np.minimum(baseline[:needed], 1 - 1e-9)
+    return float(np.mean((own - base) / (1 - base)))
