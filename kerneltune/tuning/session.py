@@ -198,7 +198,8 @@ def _serve(
         planned = matrix.plan(group, options.max_loss, backend.why_not, pairs)
         count = sum(map(len, planned))
         if count:
-            progress.note(f"loss matrix: {count} timings of configs that other workloads want, {len(group)} workloads")
+            timings = f"{count} timing" + ("s" if count > 1 else "")
+            progress.note(f"loss matrix of {len(group)} workloads: {timings} of configs that others want")
 
         def timed(workload: dict[str, Any], configs: list[dict[str, Any]]) -> list[Trial]:
             for config in configs:
