@@ -18,8 +18,9 @@ from kerneltune.report.data import Row, canonical, group_key
 
 DARKEST = 20.0  # percent; whatever loses more is as dark
 DARK = 0.55  # of the scale: from there on figures are white
-CELL_INCHES = (1.15, 0.75)
-COLUMNS_PER_INCH = 9.0  # of the lines that spell the configs out, in a monospaced font of 12 points
+CELL_INCHES = (1.0, 0.75)
+FEW_SHAPES = 5  # whose names have room side by side; more stand upright
+COLUMNS_PER_INCH = 6.5  # of the lines that spell the configs out, in a monospaced font of 18 points
 
 
 def loss_groups(rows: Sequence[Row]) -> list[list[Row]]:
@@ -37,11 +38,11 @@ def loss_matrix(rows: Sequence[Row], label: str) -> Figure:
     shapes = _columns(rows)
     percent = np.array([[100 * row.losses.get(shape, np.nan) for shape in shapes] for row in configs])
     names = [chr(ord("A") + i) if i < 26 else f"A{i}" for i in range(len(configs))]
-    width = max(11.0, 1.5 + CELL_INCHES[0] * len(shapes))
+    width = max(13.0, 1.5 + CELL_INCHES[0] * len(shapes))
     spelled = [
         line for name, row in zip(names, configs, strict=True) for line in _spelled(name, row.config, width - 1.0)
     ]
-    size = width, 2.8 + CELL_INCHES[1] * len(configs) + 0.22 * len(spelled)
+    size = width, 2.8 + CELL_INCHES[1] * len(configs) + 0.32 * len(spelled) + (2.5 if len(shapes) > FEW_SHAPES else 0.5)
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot()
     axes.imshow(np.nan_to_num(percent), cmap="Greys", vmin=0, vmax=DARKEST, aspect="auto")
@@ -54,16 +55,18 @@ def loss_matrix(rows: Sequence[Row], label: str) -> Figure:
         x = next((i for i, shape in enumerate(shapes) if shape == _own(row, shapes)), None)
         if x is not None:
             axes.add_patch(Rectangle((x - 0.46, y - 0.44), 0.92, 0.88, fill=False, linewidth=3, edgecolor="black"))
-    axes.set_xticks(range(len(shapes)), [shape.replace(",", "\n") for shape in shapes], fontsize=13)
+    upright = len(shapes) > FEW_SHAPES
+    labels = [shape.replace(",", " " if upright else "\n") for shape in shapes]
+    axes.set_xticks(range(len(shapes)), labels, rotation=90 if upright else 0)
     axes.set_yticks(range(len(configs)), names)
     axes.set_ylabel("config of the table")
-    axes.set_xlabel("\n".join(["", *spelled]), loc="left", fontsize=12, family="monospace")
+    axes.set_xlabel("\n".join(["", *spelled]), loc="left", family="monospace")
     worst = max((row.loss for row in rows if row.loss is not None), default=0.0)
     axes.set_title(
         f"{label}, {rows[0].device}: {len(rows)} shapes, {len(configs)} configs, worst loss {100 * worst:.1f} %\n"
         "time lost against the best config of each shape, in %; framed: what the table states",
         loc="left",
-        fontsize=16,
+        fontsize=18,
     )
     return figure
 
