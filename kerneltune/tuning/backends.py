@@ -262,6 +262,7 @@ class LiveBackend:
         self, workload: Workload, configs: Sequence[Mapping[str, Any]], part: str = "", rounds: int = FINAL_ROUNDS
     ) -> list[dict[str, Any]]:
         whole = [self._whole(workload, part, config) if part else dict(config) for config in configs]
+        self._await_compiles(workload, whole)
         return self._worker.finals(workload, whole, part=part, rounds=rounds, samples=FINAL_SAMPLES, seed=self._seed)
 
     def why_not(self, workload: Workload, config: Mapping[str, Any]) -> str | None:
@@ -276,6 +277,16 @@ class LiveBackend:
     def close(self) -> None:
         self._pool.close()
         self._worker.close()
+
+    def _await_compiles(self, workload: Workload, configs: Sequence[Mapping[str, Any]]) -> None:
+        """Have every kernel in Triton's cache, so that the measuring process compiles none beside a timing."""
+        from kerneltune.kernels.tunable import part_params
+
+        jobs = [(part, part_params(self._tunable, config, part)) for config in configs for part in self.parts]
+        for part, params in jobs:
+            self.prepare(workload, part, params)
+        for part, params in jobs:
+            self._pool.result(self._key(workload, part, params))
 
     def _key(self, workload: Workload, part: str, params: Mapping[str, Any]) -> str:
         return point_key(part, [params, workload])

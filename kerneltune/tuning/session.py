@@ -200,12 +200,13 @@ def _serve(
         if count:
             timings = f"{count} timing" + ("s" if count > 1 else "")
             progress.note(f"loss matrix of {len(group)} workloads: {timings} of configs that others want")
+        for column, configs in zip(group, planned, strict=True):
+            for config in configs:
+                if log.known(column.workload, "", config, "matrix") is None:
+                    for part in backend.parts:
+                        backend.prepare(column.workload, part, config if len(backend.parts) == 1 else config[part])
 
         def timed(workload: dict[str, Any], configs: list[dict[str, Any]]) -> list[Trial]:
-            for config in configs:
-                if log.known(workload, "", config, "matrix") is None:
-                    for part in backend.parts:
-                        backend.prepare(workload, part, config if len(backend.parts) == 1 else config[part])
             return time_finals(backend, workload, configs, "matrix", log, clock, rounds=matrix.ROUNDS)
 
         served += matrix.serve(matrix.measure(group, planned, timed), options.max_loss, backend.kernel)
