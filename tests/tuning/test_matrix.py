@@ -13,12 +13,14 @@ import pytest
 from proto import proto_recordings
 
 from kerneltune.cli import main
+from kerneltune.device import target
 from kerneltune.kernels.table_format import KEYS, parse_scaled, scaled_text
 from kerneltune.recordings import Recording, canonical, find_recordings, write_recording
 from kerneltune.records import Trial, read_folder
+from kerneltune.registry import load_tunable
 from kerneltune.tables import measured_loss
 from kerneltune.tuning import finalists, matrix
-from kerneltune.tuning.backends import ReplayBackend
+from kerneltune.tuning.backends import LiveBackend, ReplayBackend
 from kerneltune.tuning.session import Options, Result, Silent, run
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -314,3 +316,34 @@ def test_a_senseless_loss_is_refused(capsys: pytest.CaptureFixture[str], text: s
     assert code == 2
     assert "--max-loss" in err
     assert err.count("\n") == 1
+
+
+class Done:
+    """A pool and a worker in one that only note what is asked of them."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def submit(self, key: str, part: str, params: Any, workload: Any) -> None:
+        self.calls.append(f"submit {part}")
+
+    def result(self, key: str) -> None:
+        self.calls.append("result")
+
+    def finals(self, workload: Any, configs: list[Any], *, rounds: int, **given: Any) -> list[dict[str, Any]]:
+        self.calls.append(f"finals of {len(configs)}, {rounds} rounds")
+        return []
+
+
+def test_on_a_gpu_nothing_compiles_beside_the_matrix() -> None:
+    tunable = load_tunable("moe")
+    backend = LiveBackend.__new__(LiveBackend)
+    backend._tunable, backend._device, backend.parts, backend._seed = tunable, target("sm_90"), tuple(tunable.parts), 0
+    backend._pool = backend._worker = done = Done()  # type: ignore[assignment]
+    workload = tunable.complete_workload({"tokens": 64})
+    found = tunable.default_config(workload, target("sm_90"))
+    backend.finals(workload, [found], rounds=matrix.ROUNDS)
+    assert done.calls == ["submit gemm1", "submit gemm2", "result", "result", "finals of 1, 1 rounds"]
+    assert backend.why_not(workload, found) is None
+    too_large = {part: dict(found[part]) | {"BLOCK_M": 256, "BLOCK_K": 256, "num_stages": 5} for part in tunable.parts}
+    assert "shared memory" in str(backend.why_not(workload, too_large))
