@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +23,13 @@ MAX_TEXT = 200  # characters of a string that decides something
 MAX_NUMBER = 2**31
 
 FLAGS = frozenset({"causal", "bias"})
-TEXTS = frozenset({"dtype", "kv_dtype", "w_dtype", "group", "activation", "lengths", "routing"})
+TEXTS = frozenset({"dtype", "kv_dtype", "w_dtype", "group", "activation"})
+
+# The input class of a workload is a name, or a file recorded in service: "/data/ids.json@1a2b3c4d" (path and hash) in
+# workloads and records, "ids@1a2b3c4d" (no folder, no suffix) in tables, where a path of another machine says nothing.
+_RECORDED = re.compile(r"(.+)@([0-9a-f]{8})", re.DOTALL)
+_CLASS = re.compile(r"[A-Za-z0-9._-]{1,100}(@[0-9a-f]{8})?")
+MAX_STEM = 100
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,29 @@ KEYS = {
         usual_input="uniform",
     ),
 }
+
+
+def split_recorded(value: str) -> tuple[str, str] | None:
+    """Path and hash of "ids.json@1a2b3c4d"; None for a named class."""
+    match = _RECORDED.fullmatch(value)
+    return (match[1], match[2]) if match else None
+
+
+def class_name(value: str) -> str:
+    """An input class as tables write it: "/data/ids.json@1a2b3c4d" is "ids@1a2b3c4d", others are as they are."""
+    named = split_recorded(value)
+    if named is None:
+        return value
+    stem = os.path.splitext(os.path.basename(named[0]))[0]
+    return f"{re.sub('[^A-Za-z0-9._-]', '-', stem)[:MAX_STEM] or '-'}@{named[1]}"
+
+
+def table_workload(kernel: str, workload: Mapping[str, Any]) -> dict[str, Any]:
+    """A workload as tables write it."""
+    return {
+        name: class_name(value) if name == KEYS[kernel].input and isinstance(value, str) else value
+        for name, value in workload.items()
+    }
 
 
 class TableError(ValueError):
@@ -133,7 +164,12 @@ def _check_entry(entry: object, keys: Keys, where: str) -> None:
         field = f"{where}.workload.{name}"
         if name not in workload:
             raise TableError(f"{field}: is missing")
-        if name in TEXTS:
+        if name == keys.input:
+            if not _CLASS.fullmatch(_text(workload[name], field)):
+                raise TableError(
+                    f"{field}: expected a name such as uniform or ids@1a2b3c4d, got {workload[name]!r:.60}"
+                )
+        elif name in TEXTS:
             _text(workload[name], field)
         elif name in FLAGS:
             if not isinstance(workload[name], bool):

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kerneltune.kernels.table_format import KEYS, MAX_BYTES, Keys, Table, TableError, parse_table
+from kerneltune.kernels.table_format import KEYS, MAX_BYTES, Keys, Table, TableError, parse_table, table_workload
 
 BOUND = 2.0  # the largest ratio of a scaled key to an entry's
 RECHECK_S = 1.0  # looking at every file before every launch would cost as much as the launch
@@ -96,22 +96,22 @@ def find(
     keys = KEYS.get(kernel)
     if keys is None:
         return None
+    workload = table_workload(kernel, workload)
     exact = tuple(workload.get(name) for name in keys.exact)
     for source in sources(tables, only=only):
-        best: tuple[tuple[Any, ...], Match] | None = None
+        fitting: list[tuple[float, Mapping[str, Any], str]] = []
+        classes: dict[float, set[str]] = {}  # input classes that have an entry, by distance
         for path in source.files:
             table = _usable(path, kernel, device, source)
             for entry in () if table is None else table.by_exact.get(exact, ()):
                 distance = scaled_distance(keys, entry["workload"], workload)
-                if distance is None:
-                    continue
-                rank = _rank(keys, entry, workload, distance)
-                if best is None or rank < best[0]:
-                    same = workload.get(keys.input) in (None, entry["workload"][keys.input])
-                    match = Match(entry["config"], entry, path, source.name, distance, distance == 0 and same)
-                    best = rank, match
-        if best is not None:
-            return best[1]
+                if distance is not None:
+                    fitting.append((distance, entry, path))
+                    classes.setdefault(distance, set()).add(entry["workload"][keys.input])
+        if fitting:
+            distance, entry, path = min(fitting, key=lambda each: _rank(keys, each[1], workload, each[0], classes))
+            same = workload.get(keys.input) in (None, entry["workload"][keys.input])
+            return Match(entry["config"], entry, path, source.name, distance, distance == 0 and same)
     return None
 
 
@@ -195,18 +195,26 @@ _files: dict[str, tuple[Any, Table | TableError]] = {}
 _said: set[Any] = set()
 
 
-def _rank(keys: Keys, entry: Mapping[str, Any], workload: Mapping[str, Any], distance: float) -> tuple[Any, ...]:
+def _rank(
+    keys: Keys,
+    entry: Mapping[str, Any],
+    workload: Mapping[str, Any],
+    distance: float,
+    classes: Mapping[float, set[str]],
+) -> tuple[Any, ...]:
     """Smaller is better; equal ranks fall to the entry that comes first.
 
     Asked for an input class, entries tuned on it come before nearer ones of another. Not asked, the nearest shape
-    wins, then the smallest loss over the classes, then the usual class.
+    wins, then the smallest worst loss over all classes that have an entry there (unknown for one: the worst there
+    is), then the usual class.
     """
     entry_class = entry["workload"][keys.input]
     asked = workload.get(keys.input)
     if asked is not None:
         return entry_class != asked, distance, entry_class != keys.usual_input
     losses = entry.get("loss", {}).get("inputs", {})
-    return distance, max(losses.values(), default=math.inf), entry_class != keys.usual_input
+    worst = max([losses.get(name, math.inf) for name in classes[distance]] + list(losses.values()))
+    return distance, worst, entry_class != keys.usual_input
 
 
 def _usable(path: str, kernel: str, device: Any, source: Source) -> Table | None:

@@ -113,6 +113,15 @@ class Tunable(Protocol):
         """None, or the reason why these parameters cannot run: "shared memory: needs N B, device has M B"."""
         ...
 
+    def estimate(
+        self, part: str, params: Params, workload: Workload, device: Device, ceilings: Mapping[str, Any]
+    ) -> float:
+        """Microseconds that valid parameters should take, by occupancy and roofline: only the order matters.
+
+        `ceilings`: `roofline.model.Ceilings.to_dict()` of the device.
+        """
+        ...
+
     def make_problem(self, workload: Workload, device: torch.device | str, seed: int = 0) -> Problem:
         """Random N(0, 1)-like inputs; on device "meta" no data. Bytes that must not be read are NaN."""
         ...

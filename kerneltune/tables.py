@@ -22,7 +22,15 @@ from typing import TYPE_CHECKING, Any
 
 from kerneltune.errors import UserError
 from kerneltune.kernels import tables as launch_tables
-from kerneltune.kernels.table_format import KEYS, SCHEMA, Table, TableError, parse_scaled, parse_table
+from kerneltune.kernels.table_format import (
+    KEYS,
+    SCHEMA,
+    Table,
+    TableError,
+    parse_scaled,
+    parse_table,
+    table_workload,
+)
 from kerneltune.kernels.tables import Match
 
 if TYPE_CHECKING:
@@ -182,7 +190,7 @@ def as_dict(table: Table) -> dict[str, Any]:
 
 
 def host_workload(kernel: str, workload: Mapping[str, Any]) -> dict[str, Any]:
-    """The complete workload as an op sees it: without an input class unless one is named.
+    """The complete workload as an op sees it: without an input class unless one is named, which is as tables write it.
 
     Raises:
         ValueError: unknown kernel or bad workload.
@@ -192,7 +200,7 @@ def host_workload(kernel: str, workload: Mapping[str, Any]) -> dict[str, Any]:
     complete = dict(load_tunable(kernel).complete_workload(workload))
     if KEYS[kernel].input not in workload:
         complete.pop(KEYS[kernel].input, None)
-    return complete
+    return table_workload(kernel, complete)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import msgspec
 
 from kerneltune.errors import UserError
 from kerneltune.expressions import suggest
+from kerneltune.kernels.table_format import KEYS, table_workload
 from kerneltune.registry import load_tunable
 from kerneltune.space import SHIPPED, Space, parse_toml, read_toml_text
 
@@ -133,6 +134,7 @@ def format_workload(kernel: str, workload: Mapping[str, Any]) -> str:
             usual[key] = workload[same_as]
     first = [key for key in _FIRST.get(kernel, ()) if key in workload]
     rest = [key for key, value in workload.items() if key not in (*first, "dtype") and usual.get(key, _NEVER) != value]
+    workload = table_workload(kernel, workload) if kernel in KEYS else workload
     words = [f"{key}={_format_value(workload[key])}" for key in (*first, *rest)]
     return " ".join([*words, str(workload["dtype"])] if "dtype" in workload else words)
 

@@ -53,7 +53,8 @@ def mla_decode(
         max_kv_len: upper bound of cache_seqlens, for choosing a config (default: what the block table can hold).
         config: launch parameters; None takes the tuned table's, or the default.
         out: where to put the result, like the returned out.
-        lengths: which input class the table should assume ("equal" or "spread"); None: whichever loses least.
+        lengths: which input class the table should assume ("equal", "spread", or lengths recorded in service,
+            "lens@1a2b3c4d", as the table names them); None: whichever loses least.
 
     Returns:
         out [batch, s_q, heads, kv_lora_rank] like q, and lse [batch, heads, s_q] float32, natural log. A query that

@@ -12,8 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from kerneltune.kernels import inputs as recordings
 from kerneltune.kernels.device import Device
 from kerneltune.kernels.mla_decode import config as configs
+from kerneltune.kernels.mla_decode.estimate import estimate_us
 from kerneltune.kernels.mla_decode.op import MAX_HEADS, MAX_PAGE_SIZE, MAX_S_Q, allocate_scratch, decode_calls
 from kerneltune.kernels.mla_decode.reference import mla_decode_reference
 from kerneltune.kernels.tunable import Config, Cost, Launch, Params, Problem, Scalar, Verdict, Workload
@@ -34,7 +36,7 @@ DEFAULTS: dict[str, Scalar] = {  # DeepSeek-V3 on one of 8 GPUs
     "kv_len": 4096,
     "lengths": "equal",
 }
-CHOICES = {"dtype": tuple(DTYPES), "lengths": ("equal", "spread")}
+LENGTHS = ("equal", "spread")
 LIMITS = {  # largest value of each size
     "heads": MAX_HEADS,
     "h_kv": MAX_HEADS,
@@ -78,9 +80,8 @@ class MlaDecode:
             raise ValueError(f"mla-decode has no workload key {unknown[0]!r}: expected one of {', '.join(DEFAULTS)}")
         workload = {**DEFAULTS, **given}
         workload["kv_dtype"] = workload["kv_dtype"] or workload["dtype"]
-        for key, choices in CHOICES.items():
-            if workload[key] not in choices:
-                raise ValueError(f"{key}={workload[key]}: expected one of {', '.join(choices)}")
+        if workload["dtype"] not in DTYPES:
+            raise ValueError(f"dtype={workload['dtype']}: expected one of {', '.join(DTYPES)}")
         if workload["kv_dtype"] in LATER_KV_DTYPES:
             raise ValueError(f"kv_dtype={workload['kv_dtype']}: not supported yet, only the same as dtype")
         if workload["kv_dtype"] != workload["dtype"]:
@@ -94,6 +95,7 @@ class MlaDecode:
         if workload["causal"] not in (False, True):
             raise ValueError(f"causal={workload['causal']}: expected true or false")
         workload["causal"] = bool(workload["causal"])
+        workload["lengths"] = recordings.complete("lengths", workload["lengths"], LENGTHS, "lengths", _check_lengths)
         return workload
 
     def default_config(self, workload: Workload, device: Device) -> Config:
@@ -107,6 +109,14 @@ class MlaDecode:
         except ValueError as error:
             return str(error)
         return configs.is_valid(config, workload, device)
+
+    def estimate(
+        self, part: str, params: Params, workload: Workload, device: Device, ceilings: Mapping[str, Any]
+    ) -> float:
+        """Microseconds that these parameters should take."""
+        config = configs.Config.from_dict(params)
+        tflops = ceilings["tflops"][workload["dtype"]]
+        return estimate_us(config, workload, device, ceilings["dram_read_gbps"], tflops)
 
     def make_problem(self, workload: Workload, device: torch.device | str, seed: int = 0) -> Problem:
         """q and KV ~ N(0, 1) in randomly permuted pages; all that must not be read is NaN or a huge page index."""
@@ -184,7 +194,11 @@ class MlaDecode:
         return Verdict(True, largest, "")
 
     def cost(self, workload: Workload, part: str | None = None, seed: int = 0) -> Cost:
-        """FLOPs of the visible keys; the KV below each length once, q, the table's used entries, and the outputs."""
+        """FLOPs of the visible keys; the KV below each length once, q, the table's used entries, and the outputs.
+
+        Problems give every request pages of its own, so the unique pages are those of all lengths added up; requests
+        that share a prefix have no generator yet.
+        """
         heads, s_q, h_kv = int(workload["heads"]), int(workload["s_q"]), int(workload["h_kv"])
         rank, rope, page = (int(workload[key]) for key in ("kv_lora_rank", "qk_rope_head_dim", "page_size"))
         lengths = draw_lengths(workload, seed)
@@ -208,12 +222,27 @@ def visible_keys(length: int, s_q: int, causal: bool) -> int:
 
 
 def draw_lengths(workload: Workload, seed: int) -> list[int]:
-    """Cached tokens of each request; "spread" is FlashMLA's max(Normal(kv_len, kv_len / 2), s_q)."""
+    """Cached tokens of each request; "spread" is FlashMLA's max(Normal(kv_len, kv_len / 2), s_q).
+
+    From a file: consecutive lengths from a random one on, so that a batch stays together. `kv_len` is then the longest
+    that may occur, as it is for a lookup at launch: what was longer is cut to it; and none is under s_q.
+    """
     batch, kv_len, s_q = int(workload["batch"]), int(workload["kv_len"]), int(workload["s_q"])
     if workload["lengths"] == "equal":
         return [kv_len] * batch
+    if workload["lengths"] not in LENGTHS:
+        found = recordings.recorded("lengths", str(workload["lengths"]), "lengths", _check_lengths)
+        return [min(max(length, s_q), kv_len) for length in recordings.window(found, batch, seed).tolist()]
     normal = torch.randn(batch, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return [max(round(kv_len + kv_len / 2 * z), s_q) for z in normal.tolist()]
+
+
+def _check_lengths(lengths: torch.Tensor) -> None:
+    if lengths.ndim != 1 or not len(lengths):
+        raise ValueError(f"expected a list of lengths, one a request, found shape {list(lengths.shape)}")
+    if int(lengths.min()) < 1:
+        at = int((lengths < 1).nonzero()[0])
+        raise ValueError(f"length {int(lengths[at])} at place {at}: expected at least 1")
 
 
 def _problem(workload: Workload, lengths: Sequence[int], device: torch.device | str, seed: int) -> Problem:

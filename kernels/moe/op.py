@@ -44,7 +44,8 @@ def fused_moe(
         activation: "silu": silu(gate) * up.
         config: {"gemm1": {...}, "gemm2": {...}}, see GemmConfig; None: from the tuned tables, else the default.
         out: [tokens, K] of hidden's dtype, contiguous: filled and returned; None: a new tensor.
-        routing: how tokens spread over the experts ("uniform", "zipf", "dirichlet"), a hint for the tables.
+        routing: how tokens spread over the experts ("uniform", "zipf", "dirichlet", or what was recorded in service,
+            "ids@1a2b3c4d", as the table names it), a hint for the tables.
 
     Returns:
         [tokens, K], zero for a token without a local expert.

@@ -13,9 +13,10 @@ import torch
 
 from kerneltune.kernels.device import Device
 from kerneltune.kernels.moe import config as configs
+from kerneltune.kernels.moe.estimate import grouped_gemm_us
 from kerneltune.kernels.moe.launch import Scratch, make_calls, make_scratch
 from kerneltune.kernels.moe.reference import fused_moe_reference
-from kerneltune.kernels.moe.routing import ROUTINGS, draw_topk_ids, draw_topk_weights
+from kerneltune.kernels.moe.routing import complete_routing, draw_topk_ids, draw_topk_weights
 from kerneltune.kernels.tunable import Config, Cost, Launch, Params, Problem, Scalar, Verdict, Workload
 
 # Relative error of one token's output. Correct kernels round intermediate, partials and out to the dtype and accumulate
@@ -46,7 +47,6 @@ CHOICES: dict[str, tuple[Scalar, ...]] = {
     "group": ("none",),
     "activation": configs.ACTIVATIONS,
     "bias": (False,),
-    "routing": ROUTINGS,
 }
 EXACT_KEYS = tuple(key for key in DEFAULTS if key not in ("tokens", "routing"))
 
@@ -75,7 +75,7 @@ class MoeTunable:
                     raise ValueError(
                         f"{key}={value}: not supported yet, expected {' or '.join(map(str, CHOICES[key]))}"
                     )
-            elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            elif key != "routing" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"{key}={value}: expected a positive integer")
         if workload["w_dtype"] != workload["dtype"]:
             raise ValueError(f"w_dtype={workload['w_dtype']}: not supported yet, expected dtype, {workload['dtype']}")
@@ -83,6 +83,7 @@ class MoeTunable:
             raise ValueError(f"E={workload['E']}: expected at most global_E, {workload['global_E']}")
         if _int(workload, "top_k") > _int(workload, "global_E"):
             raise ValueError(f"top_k={workload['top_k']}: expected at most global_E, {workload['global_E']}")
+        workload["routing"] = complete_routing(workload["routing"], _int(workload, "global_E"), _int(workload, "top_k"))
         return workload
 
     def default_config(self, workload: Workload, device: Device) -> Config:
@@ -90,6 +91,25 @@ class MoeTunable:
 
     def is_valid(self, part: str, params: Params, workload: Workload, device: Device) -> str | None:
         return configs.is_valid(part, params, self.complete_workload(workload), device)
+
+    def estimate(
+        self, part: str, params: Params, workload: Workload, device: Device, ceilings: Mapping[str, Any]
+    ) -> float:
+        N, K = _int(workload, "N"), _int(workload, "K")
+        block_n = int(params["BLOCK_N"])
+        columns, depth, tile_columns = (2 * N, K, 2 * block_n) if part == "gemm1" else (K, N, block_n)
+        return grouped_gemm_us(
+            params,
+            tile_columns=tile_columns,
+            columns=columns,
+            depth=depth,
+            rows=_int(workload, "tokens") * _int(workload, "top_k") * _int(workload, "E") / _int(workload, "global_E"),
+            experts=_int(workload, "E"),
+            weight_bytes=configs.ELEMENT_BYTES,
+            device=device,
+            read_gbps=ceilings["dram_read_gbps"],
+            tflops=ceilings["tflops"][workload["dtype"]],
+        )
 
     def make_problem(self, workload: Workload, device: torch.device | str, seed: int = 0) -> Problem:
         workload = self.complete_workload(workload)
@@ -164,6 +184,8 @@ class MoeTunable:
     def cost(self, workload: Workload, part: str | None = None, seed: int = 0) -> Cost:
         """Bytes: the weights of the experts hit, hidden and out once; intermediate and partials written and read once.
 
+        Only what the drawn ids touch: experts that no token chose count nothing, nor do choices without a local expert
+        (an id of -1, or of another GPU), nor in gemm1 tokens that have no other.
         No kernel of this plan avoids the latter, though L2 may hold small ones. Ids and router weights do not count."""
         workload = self.complete_workload(workload)
         rows, tokens, experts = _count_routing(tuple(workload.items()), seed)
@@ -194,7 +216,7 @@ def _count_routing(workload_items: tuple[tuple[str, Scalar], ...], seed: int) ->
     """(choices with a local expert, tokens with such a choice, local experts hit)."""
     workload = dict(workload_items)
     ids = _draw(workload, seed)
-    local = ids < _int(workload, "E")
+    local = (ids >= 0) & (ids < _int(workload, "E"))
     return int(local.sum()), int(local.any(dim=1).sum()), len(ids[local].unique())
 
 

@@ -23,6 +23,8 @@ def record(
     ep: int = typer.Option(1, help="Expert-parallel GPUs (moe)."),
     workload: list[str] = typer.Option([], help="One whole workload, k=v,...; repeatable. Replaces the ladder."),
     ladder: str = typer.Option("standard", help="standard or full."),
+    routing: str | None = typer.Option(None, help="moe: uniform, zipf, dirichlet, or a file of recorded topk_ids."),
+    lengths: str | None = typer.Option(None, help="mla-decode: equal, spread, or a file of recorded lengths."),
     space: Path | None = typer.Option(None, help="Another search space (TOML)."),
     seed: int = typer.Option(0, help="Of the inputs."),
     out: Path | None = typer.Option(None, help="Default: ./kerneltune-results/<device>/<kernel>."),
@@ -39,7 +41,7 @@ def record(
     from kerneltune.tuning.session import Options
     from kerneltune.workloads import served_note
 
-    request = Request(kernel, model, tp, ep, tuple(workload), ladder, space)
+    request = Request(kernel, model, tp, ep, tuple(workload), ladder, space, routing, lengths)
     checked = request.check()
     workloads = request.workloads()
     if detect(device) is None:

@@ -28,6 +28,8 @@ def search(
     ep: int = typer.Option(1, help="Expert-parallel GPUs (moe)."),
     workload: list[str] = typer.Option([], help="One whole workload, k=v,...; repeatable. Replaces the ladder."),
     ladder: str = typer.Option("standard", help="standard or full."),
+    routing: str | None = typer.Option(None, help="moe: uniform, zipf, dirichlet, or a file of recorded topk_ids."),
+    lengths: str | None = typer.Option(None, help="mla-decode: equal, spread, or a file of recorded lengths."),
     space: Path | None = typer.Option(None, help="Another search space (TOML)."),
     trials: int = typer.Option(
         48, min=1, help="Distinct configs for each workload (and part), recorded ones included."
@@ -63,6 +65,8 @@ def search(
             ep=ep,
             workloads=workload,
             ladder=ladder,
+            routing=routing,
+            lengths=lengths,
             space=space,
             trials=trials,
             budget_s=parse_budget(budget),

@@ -33,11 +33,14 @@ def spaces(
     ep: int = typer.Option(1, help="Expert-parallel GPUs (moe)."),
     workload: list[str] = typer.Option([], help="One whole workload, k=v,...; repeatable. Replaces the ladder."),
     ladder: str = typer.Option("standard", help="standard or full."),
+    routing: str | None = typer.Option(None, help="moe: uniform, zipf, dirichlet, or a file of recorded topk_ids."),
+    lengths: str | None = typer.Option(None, help="mla-decode: equal, spread, or a file of recorded lengths."),
     as_json: bool = typer.Option(False, "--json", help="Print everything as JSON."),
 ) -> None:
     """Show parameters and values, feasible points for a device, and what each rule leaves out."""
     from kerneltune.registry import KERNELS
     from kerneltune.space import load_space
+    from kerneltune.tuning.api import Request
 
     if kernel is not None and kernel not in KERNELS:
         raise UserError(f"unknown kernel {kernel!r}: expected one of {', '.join(KERNELS)}")
@@ -47,10 +50,14 @@ def spaces(
             raise UserError(f"{space}: a space of {found[0].kernel}, not of {kernel}")
     else:
         found = [load_space(name) for name in ([kernel] if kernel else KERNELS)]
-    if len(found) > 1 and workload:
-        raise UserError("--workload: name the kernel that it is for")
+    for option, given in (("workload", workload), ("routing", routing), ("lengths", lengths)):
+        if len(found) > 1 and given:
+            raise UserError(f"--{option}: name the kernel that it is for")
     device = choose_device(target)
-    shown = [_survey(one, device, _workloads(one, model, tp, ep, workload, ladder)) for one in found]
+    requests = [Request(one.kernel, model, tp, ep, tuple(workload), ladder, space, routing, lengths) for one in found]
+    for request in requests:
+        request.check()
+    shown = [_survey(one, device, request.workloads()) for one, request in zip(found, requests, strict=True)]
     if as_json:
         print(json.dumps(shown))
     else:
@@ -73,19 +80,6 @@ def choose_device(target: str | None) -> Device:
     stand_in = device.target(WITHOUT_GPU)
     print(f"no GPU here: answering for --target {WITHOUT_GPU} ({stand_in.name})", file=sys.stderr)
     return stand_in
-
-
-def _workloads(
-    space: Space, model: str | None, tp: int | None, ep: int, named: list[str], ladder: str
-) -> list[dict[str, Any]]:
-    from kerneltune.registry import load_tunable
-    from kerneltune.workloads import base_sizes, ladder_workloads, parse_workload
-
-    base = base_sizes(space.kernel, model, tp, ep)
-    if not named:
-        return ladder_workloads(space.kernel, base, ladder, space)
-    tunable = load_tunable(space.kernel)
-    return [dict(tunable.complete_workload(parse_workload(text, base))) for text in named]
 
 
 def _survey(space: Space, device: Device, workloads: list[dict[str, Any]]) -> dict[str, Any]:

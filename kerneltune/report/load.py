@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from kerneltune.errors import UserError
-from kerneltune.kernels.table_format import KEYS, scaled_text
+from kerneltune.kernels.table_format import KEYS, scaled_text, table_workload
 from kerneltune.records import Session, Trial, read_folder
 from kerneltune.report.data import (
     SCALED_KEYS,
@@ -175,7 +175,14 @@ def _result_files(folder: Path) -> list[Path]:
 def _read_records(folder: Path, kernel: str | None) -> tuple[dict[str, Session], list[Trial]]:
     sessions, trials = read_folder(folder)
     sessions = {name: session for name, session in sessions.items() if kernel in (None, session.kernel)}
-    return sessions, [trial for trial in trials if trial.session in sessions]
+    return sessions, [_as_in_tables(sessions[t.session].kernel, t) for t in trials if t.session in sessions]
+
+
+def _as_in_tables(kernel: str, trial: Trial) -> Trial:
+    """With its workload as tables write it, so that a record and its table's entry are one row."""
+    if kernel not in KEYS:
+        return trial
+    return msgspec.structs.replace(trial, workload=table_workload(kernel, trial.workload))
 
 
 def _read_tables(folder: Path, warnings: list[str]) -> list[_Table]:

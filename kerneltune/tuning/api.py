@@ -9,6 +9,7 @@ from typing import Any
 
 from kerneltune.device import detect, slug
 from kerneltune.errors import NO_GPU, UserError
+from kerneltune.kernels.table_format import KEYS, table_workload
 from kerneltune.recordings import Recording, canonical, find_recordings
 from kerneltune.registry import KERNELS, load_tunable
 from kerneltune.space import Space, load_space
@@ -32,6 +33,8 @@ class Request:
     single: tuple[str | Mapping[str, Any], ...] = ()
     ladder: str = "standard"
     space_path: Path | None = None
+    routing: str | None = None  # input class of each workload that does not name its own: a name, or a file
+    lengths: str | None = None
 
     def check(self) -> Space:
         """The space; everything that can be wrong with the names is said before anything starts.
@@ -44,6 +47,9 @@ class Request:
         space = load_space(self.space_path if self.space_path is not None else self.kernel)
         if space.kernel != self.kernel:
             raise UserError(f"{self.space_path}: a space of {space.kernel}, not of {self.kernel}")
+        for key, value in self._classes().items():
+            if KEYS[self.kernel].input != key:
+                raise UserError(f"--{key} {value}: {self.kernel} has no {key}, but --{KEYS[self.kernel].input}")
         if not self.single:
             space.ladder(self.ladder)
         return space
@@ -51,7 +57,8 @@ class Request:
     @property
     def names_something(self) -> bool:
         """Whether anything but the defaults was asked for."""
-        return bool(self.model or self.single or self.tp is not None or self.ep != 1 or self.ladder != "standard")
+        others = self.tp is not None or self.ep != 1 or self.ladder != "standard" or self._classes()
+        return bool(self.model or self.single or others)
 
     def workloads(self) -> list[dict[str, Any]]:
         """Complete, checked workloads, as the kernel writes them.
@@ -59,12 +66,17 @@ class Request:
         Raises:
             UserError, ValueError: a bad name or value, in one line.
         """
-        base = base_sizes(self.kernel, self.model, self.tp, self.ep)
+        base = base_sizes(self.kernel, self.model, self.tp, self.ep) | self._classes()
         if not self.single:
             return ladder_workloads(self.kernel, base, self.ladder, self.check())
         tunable = load_tunable(self.kernel)
         named = [parse_workload(each, base) if isinstance(each, str) else {**base, **each} for each in self.single]
-        return [tunable.complete_workload(each) for each in named]
+        return [dict(tunable.complete_workload(each)) for each in named]
+
+    def _classes(self) -> dict[str, Any]:
+        """The input class asked for, by its workload key."""
+        named = {"routing": self.routing, "lengths": self.lengths}
+        return {key: value for key, value in named.items() if value is not None}
 
 
 def search(
@@ -75,6 +87,8 @@ def search(
     ep: int = 1,
     workloads: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] = (),
     ladder: str = "standard",
+    routing: str | None = None,
+    lengths: str | None = None,
     space: str | Path | None = None,
     trials: int = 48,
     budget_s: float | None = None,
@@ -94,6 +108,7 @@ def search(
         kernel: "mla-decode" or "moe".
         model: a preset; without `tp` unsharded. Default: DeepSeek-V3 at tensor parallelism 8.
         workloads: single ones ("batch=8,kv_len=4096" or mappings) instead of the model's ladder.
+        routing, lengths: input class of every workload that names none: "zipf", "spread", ..., or a recorded file.
         space: another search space, a TOML file.
         trials: distinct configs for each workload and part, those already recorded counted in.
         budget_s: seconds for the whole search (recorded seconds in a replay).
@@ -107,7 +122,8 @@ def search(
         UserError: bad names or values (exit code 2), or no GPU and no recording of what was named (3).
     """
     single = (workloads,) if isinstance(workloads, str | Mapping) else tuple(workloads)
-    request = Request(kernel, model, tp, ep, single, ladder, Path(space) if space is not None else None)
+    space_path = Path(space) if space is not None else None
+    request = Request(kernel, model, tp, ep, single, ladder, space_path, routing, lengths)
     request.check()
     if sampler not in SAMPLERS:
         raise UserError(f"sampler {sampler!r}: expected one of {', '.join(SAMPLERS)}")
@@ -158,9 +174,10 @@ def choose_recordings(request: Request, replay: str | Path, progress: Progress) 
     found = [r for r in found if r.device == first.device and r.kernel_hash == first.kernel_hash]
     if not request.names_something:
         return found
-    wanted = {canonical(workload): workload for workload in request.workloads()}
-    chosen = [r for r in found if canonical(r.workload) in wanted]
-    recorded = {canonical(r.workload) for r in found}
+    # A file of inputs is the same wherever it lies.
+    wanted = {canonical(table_workload(kernel, workload)): workload for workload in request.workloads()}
+    chosen = [r for r in found if canonical(table_workload(kernel, r.workload)) in wanted]
+    recorded = {canonical(table_workload(kernel, r.workload)) for r in found}
     missing = [workload for key, workload in wanted.items() if key not in recorded]
     if (missing and request.single) or not chosen:
         there = "; ".join(format_workload(kernel, r.workload) for r in found)

@@ -236,7 +236,7 @@ class LiveBackend:
         return [dict(match.config)] if match is not None else []
 
     def work(self, workload: Workload, part: str) -> Work:
-        cost = self._tunable.cost(workload, part or None)
+        cost = self._tunable.cost(workload, part or None, seed=self._seed)  # of the inputs that are timed
         return Work(cost.flops, cost.bytes, cost.compute)
 
     def prepare(self, workload: Workload, part: str, params: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kerneltune.kernels.table_format import KEYS, scaled_text
+from kerneltune.kernels.table_format import KEYS, scaled_text, table_workload
 from kerneltune.recordings import canonical
 from kerneltune.records import Trial
 from kerneltune.tuning import cover, finalists, ladder
@@ -175,14 +175,16 @@ def _served(group: Sequence[Column], column: Column, text: str, kernel: str) -> 
     keys = KEYS[kernel]
     loss: dict[str, Any] = {}
     by_class: dict[str, float] = {}
+    here = table_workload(kernel, column.workload)
     for other in group:
         if text not in other.timed:
             continue
+        there = table_workload(kernel, other.workload)
         lost = round(max(other.timed[text].net_us / other.best_us() - 1, 0.0), 4)
-        if other.workload[keys.input] == column.workload[keys.input]:
-            loss[scaled_text(keys, other.workload)] = lost
-        if all(other.workload[name] == column.workload[name] for name in keys.scaled):
-            by_class[str(other.workload[keys.input])] = lost
+        if there[keys.input] == here[keys.input]:
+            loss[scaled_text(keys, there)] = lost
+        if all(there[name] == here[name] for name in keys.scaled):
+            by_class[str(there[keys.input])] = lost
     own = loss[scaled_text(keys, column.workload)]
     if len(by_class) > 1:
         loss["inputs"] = by_class

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from kerneltune.device import slug
+from kerneltune.kernels.table_format import class_name
 from kerneltune.recordings import Recording, canonical, point_key, write_recording
 from kerneltune.records import Trial
 from kerneltune.tuning import finalists, ladder
@@ -173,5 +174,5 @@ def _label(workload: Mapping[str, Any]) -> str:
     """A file name that tells the workloads of one recording set apart."""
     sizes = [f"{name}{value}" for name, value in workload.items() if name in ("heads", "E", "N", "K", "top_k", "s_q")]
     scaled = [f"{name}{value}" for name, value in workload.items() if name in ("batch", "kv_len", "tokens")]
-    inputs = [str(workload[name]) for name in ("lengths", "routing") if name in workload]
+    inputs = [class_name(str(workload[name])) for name in ("lengths", "routing") if name in workload]
     return slug("-".join([str(workload.get("dtype", "")), *sizes, *scaled, *inputs]))

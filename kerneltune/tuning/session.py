@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
+from kerneltune.kernels.table_format import table_workload
 from kerneltune.recordings import canonical
 from kerneltune.records import RecordWriter, Session, Trial, read_lines
 from kerneltune.tuning import finalists, ladder, matrix
@@ -161,7 +162,7 @@ def run(backend: Backend, workloads: Sequence[Mapping[str, Any]], options: Optio
                     backend.kernel,
                     backend.device,
                     _provenance(log.session),
-                    winner_entry(workload, decision),
+                    winner_entry(backend.kernel, workload, decision),
                 )
         served = _serve(backend, decisions, log, clock, options, progress)
         if served:
@@ -170,7 +171,7 @@ def run(backend: Backend, workloads: Sequence[Mapping[str, Any]], options: Optio
                 backend.kernel,
                 backend.device,
                 _provenance(log.session),
-                [served_entry(each) for each in served],
+                [served_entry(backend.kernel, each) for each in served],
             )
     finally:
         log.close()
@@ -380,20 +381,26 @@ def make_trial(
     )
 
 
-def winner_entry(workload: Mapping[str, Any], decision: finalists.Decision) -> dict[str, Any]:
+def winner_entry(kernel: str, workload: Mapping[str, Any], decision: finalists.Decision) -> dict[str, Any]:
     """The table entry of a decided workload while the search is under way (DESIGN.md §6)."""
-    return _entry(workload, decision.winner, decision.default, decision.gain, {})
+    return _entry(kernel, workload, decision.winner, decision.default, decision.gain, {})
 
 
-def served_entry(served: matrix.Served) -> dict[str, Any]:
+def served_entry(kernel: str, served: matrix.Served) -> dict[str, Any]:
     """The table entry of a workload by the loss matrix: figures of the config that the table states."""
-    return _entry(served.workload, served.timed.trial, served.timed.default, served.gain, served.loss)
+    return _entry(kernel, served.workload, served.timed.trial, served.timed.default, served.gain, served.loss)
 
 
 def _entry(
-    workload: Mapping[str, Any], winner: Trial, default: Trial | None, gain: float | None, loss: Mapping[str, Any]
+    kernel: str,
+    workload: Mapping[str, Any],
+    winner: Trial,
+    default: Trial | None,
+    gain: float | None,
+    loss: Mapping[str, Any],
 ) -> dict[str, Any]:
-    inputs = next((workload[name] for name in ("lengths", "routing") if name in workload), "")
+    known = table_workload(kernel, workload)
+    inputs = next((known[name] for name in ("lengths", "routing") if name in known), "")
     measured = {
         "time_us": _round(winner.time_us, 3),
         "p20_us": _round(winner.p20_us, 3),
@@ -412,7 +419,7 @@ def _entry(
     }
     if winner.composed:
         measured["composed"] = True
-    return {"workload": dict(workload), "config": dict(winner.config), "measured": measured, "loss": dict(loss)}
+    return {"workload": known, "config": dict(winner.config), "measured": measured, "loss": dict(loss)}
 
 
 class _Clock:

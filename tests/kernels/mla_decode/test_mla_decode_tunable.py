@@ -154,7 +154,7 @@ def test_workloads_have_every_key_in_order() -> None:
         ({"page_size": 0}, "page_size=0"),
         ({"batch": 1.5}, "batch=1.5"),
         ({"causal": "maybe"}, "causal=maybe"),
-        ({"lengths": "random"}, "lengths=random: expected one of equal, spread"),
+        ({"lengths": "random"}, "lengths=random: no such class and no such file, expected equal, spread or a file"),
     ],
 )
 def test_bad_workloads_are_refused(given: dict[str, Any], message: str) -> None:

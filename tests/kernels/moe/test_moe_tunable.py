@@ -61,7 +61,7 @@ def test_workload_follows_what_is_given() -> None:
         ({"K": True}, "K=True: expected a positive integer"),
         ({"bias": True}, "bias=True: not supported yet"),
         ({"bias": 0}, "bias=0: not supported yet"),
-        ({"routing": "random"}, "routing=random: not supported yet, expected uniform or zipf or dirichlet"),
+        ({"routing": "random"}, "routing=random: no such class and no such file, expected uniform, zipf, dirichlet"),
         ({"E": 8, "global_E": 4}, "E=8: expected at most global_E, 4"),
         ({"E": 4}, "top_k=8: expected at most global_E, 4"),
     ],
