@@ -33,8 +33,8 @@ class WorkloadStudy:
         estimates_us: Mapping[str, Sequence[float] | None] | None = None,
     ) -> None:
         """Args:
-        points, warm_starts, estimates_us: by part; `estimates_us` one for each point, or None.
-        shared: parameters that must be equal in all parts of a config.
+            points, warm_starts, estimates_us: by part; `estimates_us` one for each point, or None.
+            shared: parameters that must be equal in all parts of a config.
         """
         self.parts = list(points)
         self._studies = {
