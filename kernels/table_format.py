@@ -190,9 +190,34 @@ def _check_entry(entry: object, keys: Keys, where: str) -> None:
     for part in ("measured", "loss", "provenance"):
         for name, value in _mapping(fields.get(part, {}), f"{where}.{part}").items():
             _check_finite(value, f"{where}.{part}.{name}")
-    for name, value in _mapping(fields.get("loss", {}).get("inputs", {}), f"{where}.loss.inputs").items():
+    _check_loss(fields.get("loss", {}), keys, f"{where}.loss")
+
+
+def _check_loss(loss: Mapping[str, Any], keys: Keys, where: str) -> None:
+    """`inputs`: by input class. Names that hold "=": by scaled keys. Any other is not used."""
+    figures = [(f"inputs.{name}", value) for name, value in _mapping(loss.get("inputs", {}), f"{where}.inputs").items()]
+    for name, value in loss.items():
+        if "=" in name:
+            if parse_scaled(keys, name) is None:
+                expected = ",".join(f"{key}=N" for key in keys.scaled)
+                raise TableError(f"{where}.{name:.80}: expected a name such as {expected}")
+            figures.append((name, value))
+    for name, value in figures:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TableError(f"{where}.loss.inputs.{name}: expected a number, got {_shown(value)}")
+            raise TableError(f"{where}.{name:.80}: expected a number, got {_shown(value)}")
+
+
+def scaled_text(keys: Keys, workload: Mapping[str, Any]) -> str:
+    """The scaled keys of a workload, as the losses of an entry are named: "batch=8,kv_len=2048"."""
+    return ",".join(f"{name}={workload[name]}" for name in keys.scaled)
+
+
+def parse_scaled(keys: Keys, text: str) -> dict[str, int] | None:
+    """The inverse of `scaled_text`; None for any other text."""
+    pairs = [item.partition("=") for item in text.split(",")] if len(text) <= MAX_TEXT else []
+    found = {name: int(value) for name, _, value in pairs if value.isascii() and value.isdecimal()}
+    sound = tuple(found) == keys.scaled and all(0 < value < MAX_NUMBER for value in found.values())
+    return found if sound and scaled_text(keys, found) == text else None
 
 
 def _check_parameter(value: object, where: str) -> None:

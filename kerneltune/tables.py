@@ -5,8 +5,9 @@ under a lock and by a rename, so a reader sees the old file or the new one. Writ
 for the same workload and input class, all others stay. An entry that was measured with other software than the rest of
 its file keeps its own `provenance`.
 
-`loss` of an entry holds fractions of time lost against the best: `inputs`, by input class, is what a lookup without a
-class goes by.
+`loss` of an entry holds fractions of time lost against the best, measured with its config: by scaled keys
+("batch=8,kv_len=2048", its own among them) on the other workloads of its search and class, and in `inputs` by input
+class, which a lookup without a class goes by.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ from typing import TYPE_CHECKING, Any
 
 from kerneltune.errors import UserError
 from kerneltune.kernels import tables as launch_tables
-from kerneltune.kernels.table_format import KEYS, SCHEMA, Table, TableError, parse_table, table_workload
+from kerneltune.kernels.table_format import (
+    KEYS,
+    SCHEMA,
+    Table,
+    TableError,
+    parse_scaled,
+    parse_table,
+    table_workload,
+)
 from kerneltune.kernels.tables import Match
 
 if TYPE_CHECKING:
@@ -69,9 +78,42 @@ def add_entry(
     entry: Mapping[str, Any],
 ) -> Path:
     """Merge one finished workload into its table in `folder`; the path of the file."""
-    path = folder / table_file_name(kernel, entry["workload"]["dtype"], device["name"])
-    write_table(path, make_table(kernel, device, provenance, [entry]))
+    return add_entries(folder, kernel, device, provenance, [entry])
+
+
+def add_entries(
+    folder: Path,
+    kernel: str,
+    device: Mapping[str, Any],
+    provenance: Mapping[str, Any],
+    entries: Sequence[Mapping[str, Any]],
+) -> Path:
+    """Merge finished workloads (at least one) into the tables of their dtypes; the path of the last one's file."""
+    by_file: dict[Path, list[Mapping[str, Any]]] = {}
+    for entry in entries:
+        path = folder / table_file_name(kernel, entry["workload"]["dtype"], device["name"])
+        by_file.setdefault(path, []).append(entry)
+    for path, mine in by_file.items():
+        write_table(path, make_table(kernel, device, provenance, mine))
     return path
+
+
+def measured_loss(
+    kernel: str, entry: Mapping[str, Any], workload: Mapping[str, Any]
+) -> tuple[dict[str, int], float] | None:
+    """What the entry's config was measured to lose on the workload nearest to this one: (its scaled keys, the loss).
+
+    For a workload that is not the entry's own, that is the nearest of the other ones; None: nobody measured any.
+    """
+    keys = KEYS[kernel]
+    own = {name: entry["workload"][name] for name in keys.scaled}
+    asked = {name: max(workload.get(name, 0), 1) for name in keys.scaled}
+    found: list[tuple[float, str, dict[str, int], float]] = []
+    for text, loss in entry.get("loss", {}).items():
+        sizes = parse_scaled(keys, text)
+        if sizes is not None and (sizes == own) == (asked == own):
+            found.append((sum(abs(math.log2(sizes[n] / asked[n])) for n in keys.scaled), text, sizes, loss))
+    return min(found)[2:] if found else None
 
 
 def write_table(path: Path, table: Mapping[str, Any]) -> None:

@@ -47,6 +47,7 @@ def lookup(
     first = [str(path) for path in table] or None
     match = tables.launch_tables.find(kernel, asked, gpu, tables=first)
     nearest = None if match else tables.nearest(kernel, asked, gpu, first)
+    lost = tables.measured_loss(kernel, match.entry, asked) if match else None
     if as_json:
         answer = {
             "kernel": kernel,
@@ -54,12 +55,16 @@ def lookup(
             "device": {"name": gpu.name, "sm_count": gpu.sm_count},
             "match": dataclasses.asdict(match) if match else None,
             "nearest": dataclasses.asdict(nearest) if nearest else None,
+            "loss": {"at": lost[0], "measured": lost[1]} if lost else None,
         }
         print(json.dumps(answer))
         return
     lines = [f"{kernel}  {format_workload(kernel, asked)}  {gpu.name}"]
     if match:
         fits = "exact" if match.exact else f"nearest, {match.distance:.2f} away in summed |log2|"
+        if lost:
+            place = "" if match.distance == 0 else f" at {' '.join(f'{name}={size}' for name, size in lost[0].items())}"
+            fits += f", measured loss {100 * lost[1]:.1f} %{place}"
         lines += [f"  entry     {format_workload(kernel, match.entry['workload'])} ({fits})"]
         lines += [f"  config    {_config_text(match.config)}"]
         lines += [f"  file      {match.path} ({match.source})"]

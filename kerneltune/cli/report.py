@@ -33,7 +33,8 @@ def report(
     ] = None,
     format_: Annotated[Format, typer.Option("--format", help="What to write to stdout.")] = Format.text,
     plots: Annotated[
-        Path | None, typer.Option("--plots", metavar="DIR", help="Also draw roofline and convergence there.")
+        Path | None,
+        typer.Option("--plots", metavar="DIR", help="Also draw roofline, convergence and loss matrix there."),
     ] = None,
     kernel: Annotated[str | None, typer.Option("--kernel", metavar="NAME", help="Only this kernel.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,

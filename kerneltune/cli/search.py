@@ -37,6 +37,9 @@ def search(
     budget: str | None = typer.Option(None, help="Time for the whole search: 90s, 10m, 1h."),
     sampler: str = typer.Option("default", help="default, tpe, gp, cmaes, random or exhaustive."),
     seed: int = typer.Option(0, help="Of the sampler and the inputs."),
+    max_loss: str = typer.Option(
+        "2%", metavar="FRACTION", help="What a shape may lose so that few configs serve all: 2%, 0.02; 0: none."
+    ),
     out: Path | None = typer.Option(None, help="Default: ./kerneltune-results/<device>/<kernel>."),
     device: int = typer.Option(0, min=0, help="Which GPU."),
     replay: str | None = typer.Option(
@@ -69,6 +72,7 @@ def search(
             budget_s=parse_budget(budget),
             sampler=sampler,
             seed=seed,
+            max_loss=parse_fraction(max_loss),
             out=out,
             device=device,
             replay=replay,
@@ -96,6 +100,19 @@ def parse_budget(text: str | None) -> float | None:
     if seconds <= 0:
         raise UserError(f"--budget {text}: expected a time such as 90s, 10m or 1h")
     return seconds
+
+
+def parse_fraction(text: str) -> float:
+    """The fraction that "2%", "2 %" or "0.02" means.
+
+    Raises:
+        UserError: anything else, or not from 0 to below 1.
+    """
+    match = re.fullmatch(r"(\d{1,3}(?:\.\d{1,9})?)\s*(%?)", text.strip())
+    fraction = float(match[1]) / (100 if match[2] else 1) if match else -1.0
+    if not 0 <= fraction < 1:
+        raise UserError(f"--max-loss {text}: expected a fraction such as 2% or 0.02, from 0 to below 1")
+    return fraction
 
 
 def command_line() -> str:
@@ -141,10 +158,23 @@ def _summary(result: Result) -> dict[str, Any]:
         for workload, decision in result.decisions
         if decision is not None
     ]
+    entries = [
+        {
+            "workload": served.workload,
+            "config": dict(served.timed.trial.config),
+            "time_us": served.timed.trial.time_us,
+            "gain": served.gain,
+            "loss": served.own_loss,
+        }
+        for served in result.served
+    ]
     return {
         "table": str(result.table),
         "out": str(result.out),
         "measured": result.measured,
         "remembered": result.remembered,
         "winners": winners,
+        "entries": entries,
+        "configs": result.configs,
+        "worst_loss": result.worst_loss,
     }

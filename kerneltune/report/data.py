@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ class Row:
     launch_us: float  # what an empty graph takes, in every time
     composed: bool  # replay only: the sum of the parts' recorded times
     origin: str  # "table" or "records"
+    loss: float | None = None  # measured, against the best config known for this workload
+    losses: dict[str, float] = field(default_factory=dict)  # of this config on the ladder's workloads, by scaled keys
 
     @property
     def intensity(self) -> float | None:
@@ -113,6 +115,11 @@ class Curve:
     shape: str
     part: str
     times_us: tuple[float, ...]
+
+
+def count_configs(rows: Iterable[Row]) -> int:
+    """Distinct configs, those of each group counted on their own: each is a compile at serving time."""
+    return len({(*group_key(row), canonical(row.config)) for row in rows})
 
 
 def group_labels(rows: Iterable[Row]) -> dict[tuple[str, str], str]:

@@ -15,7 +15,7 @@ from kerneltune.report.text import HEADERS, cells, summary, to_text
 SCHEMA = 1
 KEYS = ("kernel", "device", "shape")
 TIMES = ("default_us", "tuned_us", "p20_us", "p80_us", "gain", "no_gain")
-FIGURES = (*TIMES, "gbps", "tflops", "roofline", "bound", "inputs", "composed", "origin", "config")
+FIGURES = (*TIMES, "gbps", "tflops", "roofline", "bound", "inputs", "composed", "origin", "loss", "config")
 
 
 def to_json(report: Report) -> str:

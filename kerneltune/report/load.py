@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from kerneltune.errors import UserError
-from kerneltune.kernels.table_format import KEYS, table_workload
+from kerneltune.kernels.table_format import KEYS, scaled_text, table_workload
 from kerneltune.records import Session, Trial, read_folder
 from kerneltune.report.data import (
     SCALED_KEYS,
@@ -55,6 +55,7 @@ class _Entry(msgspec.Struct):
     workload: dict[str, Any]
     config: dict[str, Any]
     measured: _Measured = msgspec.field(default_factory=_Measured)
+    loss: dict[str, Any] = {}
 
 
 class _Table(msgspec.Struct):
@@ -241,6 +242,7 @@ def _record_row(key: tuple[str, str, str], trials: list[Trial]) -> Row | None:
 def _table_row(table: _Table, entry: _Entry, time_us: float) -> Row:
     measured = entry.measured
     launch_us = measured.launch_us or 0.0
+    losses = {name: float(loss) for name, loss in entry.loss.items() if "=" in name and isinstance(loss, int | float)}
     gain = measured.gain
     if gain is None and measured.default_us:
         gain = (measured.default_us - launch_us) / max(time_us - launch_us, 1e-3)
@@ -264,7 +266,14 @@ def _table_row(table: _Table, entry: _Entry, time_us: float) -> Row:
         launch_us=launch_us,
         composed=measured.composed,
         origin="table",
+        loss=losses.get(_scaled_text(table.kernel, entry.workload)),
+        losses=losses,
     )
+
+
+def _scaled_text(kernel: str, workload: Mapping[str, Any]) -> str:
+    keys = KEYS.get(kernel)
+    return scaled_text(keys, workload) if keys is not None and all(name in workload for name in keys.scaled) else ""
 
 
 def _with_records(row: Row, recorded: Row | None) -> Row:

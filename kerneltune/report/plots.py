@@ -1,6 +1,6 @@
-"""Two pictures of a search, as PNG and SVG: how far under the roof each shape lies, and how soon the best was found.
+"""Pictures of a search (PNG, SVG): how far under the roof each shape lies, how soon the best was found, losses.
 
-Both read in black and white and at half size: groups differ by marker, default and tuned by hollow and filled, roofs
+All read in black and white and at half size: groups differ by marker, default and tuned by hollow and filled, roofs
 by line style with their figure written on them.
 """
 
@@ -20,6 +20,7 @@ from matplotlib.figure import Figure  # no pyplot: no backend, no state shared w
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from kerneltune.report.data import Curve, Row, group_key, group_labels
+from kerneltune.report.heatmap import loss_groups, loss_matrix
 from kerneltune.report.load import find_folders, read_curves, read_report
 
 SIZE_INCHES = (13.0, 9.0)
@@ -48,7 +49,8 @@ def save_plots(folder: Path, out: Path) -> list[Path]:
 
 
 def draw(folders: Sequence[Path], out: Path, kernel: str | None = None) -> list[Path]:
-    """Draw the pictures for which there is data: one roofline a device, one convergence plot in all."""
+    """Draw the pictures for which there is data: one roofline a device, one convergence plot in all, one loss
+    matrix for each ladder."""
     report = read_report(folders, kernel)
     ceilings = {
         str(found["device"]): found for found in report.ceilings if found.get("dram_read_gbps") and found.get("tflops")
@@ -63,6 +65,13 @@ def draw(folders: Sequence[Path], out: Path, kernel: str | None = None) -> list[
                 written += _save(roofline(rows, ceilings[device]), out / name)
         if curves := read_curves(folders, kernel):
             written += _save(convergence(curves), out / "convergence")
+        labels = group_labels(report.rows)
+        groups = loss_groups(report.rows)
+        for rows in groups:
+            label = labels[group_key(rows[0])]
+            several = label if len(devices) < 2 else f"{label} {rows[0].device}"
+            name = "loss-matrix" if len(groups) == 1 else f"loss-matrix-{re.sub(r'[^a-z0-9]+', '-', several.lower())}"
+            written += _save(loss_matrix(rows, label), out / name)
     return written
 
 

@@ -11,11 +11,11 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kerneltune.report.data import Failure, Provenance, Report, Row, geomean
+from kerneltune.report.data import Failure, Provenance, Report, Row, count_configs, geomean
 from kerneltune.report.load import find_folders, read_report
 
 UNWRAPPED = 100_000  # columns of a console that never breaks a line
-HEADERS = ("shape", "default us", "tuned us (p20-p80)", "gain", "GB/s", "TFLOPS", "% of roof", "bound")
+HEADERS = ("shape", "default us", "tuned us (p20-p80)", "gain", "loss", "GB/s", "TFLOPS", "% of roof", "bound")
 
 
 def render(folder: Path | None) -> str:
@@ -44,6 +44,7 @@ def cells(row: Row) -> tuple[str, ...]:
         number(row.default_us),
         f"{number(row.tuned_us)}{'*' if row.composed else ''}{spread}",
         "no gain" if row.no_gain else f"{row.gain:.2f}x" if row.gain else "-",
+        f"{100 * row.loss:.1f} %" if row.loss is not None else "-",
         f"{row.gbps:.0f}" if row.gbps is not None else "-",
         number(row.tflops),
         f"{100 * row.roofline:.0f} %" if row.roofline is not None else "-",
@@ -56,6 +57,7 @@ def summary(report: Report) -> list[tuple[str, str]]:
     lines: list[tuple[str, str]] = []
     for kernel in dict.fromkeys(row.kernel for row in report.rows):
         lines += _gains(kernel, [row for row in report.rows if row.kernel == kernel])
+        lines += _table_size(kernel, [row for row in report.rows if row.kernel == kernel])
     lines += [("unfinished", f"{u.kernel} {u.shape}: {_progress(u.tried, u.best_us)}") for u in report.unfinished]
     lines += [("failed", failure_text(failure)) for failure in report.failures]
     lines += [("ceilings", ceilings_text(ceilings)) for ceilings in report.ceilings]
@@ -149,6 +151,20 @@ def _gains(kernel: str, rows: Sequence[Row]) -> list[tuple[str, str]]:
     if unknown := len(rows) - len(compared):
         lines.append(("note", f"{kernel}: {unknown} of {len(rows)} shapes have no timing of the default beside them"))
     return lines
+
+
+def _table_size(kernel: str, rows: Sequence[Row]) -> list[tuple[str, str]]:
+    rows = [row for row in rows if row.origin == "table"]
+    losses = [row.loss for row in rows if row.loss is not None]
+    if not rows:
+        return []
+    words = [_count(len(rows), "workload"), _count(count_configs(rows), "config")]
+    words += [f"worst loss {100 * max(losses):.1f} % against a shape's best config"] if losses else []
+    return [("table", f"{kernel}: {', '.join(words)}")]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def _progress(tried: int, best_us: dict[str, float]) -> str:

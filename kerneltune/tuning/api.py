@@ -94,6 +94,7 @@ def search(
     budget_s: float | None = None,
     sampler: str = "default",
     seed: int = 0,
+    max_loss: float = 0.02,
     out: str | Path | None = None,
     device: int = 0,
     replay: str | Path | None = None,
@@ -111,6 +112,8 @@ def search(
         space: another search space, a TOML file.
         trials: distinct configs for each workload and part, those already recorded counted in.
         budget_s: seconds for the whole search (recorded seconds in a replay).
+        max_loss: what a workload may lose against its best config, so that few configs serve all (each is a compile
+            at serving time); 0: its own winner for each.
         out: folder of records, tables; default ./kerneltune-results/<device>/<kernel>. The same folder resumes.
         replay: a recording or a folder of them to answer from, or "shipped"; without a GPU that is what happens.
         install: put the table where the kernels find it; never done in a replay.
@@ -124,6 +127,8 @@ def search(
     request.check()
     if sampler not in SAMPLERS:
         raise UserError(f"sampler {sampler!r}: expected one of {', '.join(SAMPLERS)}")
+    if not 0 <= max_loss < 1:
+        raise UserError(f"max_loss {max_loss}: expected a fraction from 0 to below 1, such as 0.02 for 2 %")
     progress = progress or Silent()
     if request.names_something:
         request.workloads()  # whatever is wrong with the names is said first
@@ -143,7 +148,8 @@ def search(
         backend = LiveBackend(kernel, request.check(), device, seed)
     folder = Path(out) if out is not None else RESULTS / slug(str(backend.device["name"])) / kernel
     try:
-        result = run(backend, named, Options(folder, trials, budget_s, sampler, seed, command), progress)
+        options = Options(folder, trials, budget_s, sampler, seed, command, max_loss)
+        result = run(backend, named, options, progress)
     finally:
         backend.close()
     if result.table is not None and install and replay is None:

@@ -63,8 +63,14 @@ class Backend(Protocol):
         self, workload: Workload, part: str, params: Mapping[str, Any], stop_above_us: float | None
     ) -> dict[str, Any]: ...
 
-    def finals(self, workload: Workload, configs: Sequence[Mapping[str, Any]], part: str = "") -> list[dict[str, Any]]:
-        """Time several configs in turns: whole configs, or (with `part`) parameters of one part."""
+    def finals(
+        self, workload: Workload, configs: Sequence[Mapping[str, Any]], part: str = "", rounds: int = FINAL_ROUNDS
+    ) -> list[dict[str, Any]]:
+        """Time several configs in turns, `rounds` each: whole configs, or (with `part`) parameters of one part."""
+        ...
+
+    def why_not(self, workload: Workload, config: Mapping[str, Any]) -> str | None:
+        """None, or why a whole config of another workload cannot be timed on this one."""
         ...
 
     def close(self) -> None: ...
@@ -148,11 +154,21 @@ class ReplayBackend:
             "launch_us": self._recordings[canonical(workload)].launch_us
         }
 
-    def finals(self, workload: Workload, configs: Sequence[Mapping[str, Any]], part: str = "") -> list[dict[str, Any]]:
+    def finals(
+        self, workload: Workload, configs: Sequence[Mapping[str, Any]], part: str = "", rounds: int = FINAL_ROUNDS
+    ) -> list[dict[str, Any]]:
         if part or len(self.parts) == 1:
             name = part or self.parts[0]
             return [self.measure(workload, name, config, None) | {"compile_s": 0.0} for config in configs]
         return [self._composed(workload, config) for config in configs]
+
+    def why_not(self, workload: Workload, config: Mapping[str, Any]) -> str | None:
+        key = canonical(workload)
+        for part in self.parts:
+            if point_key(part, config if len(self.parts) == 1 else config[part]) not in self._points[key]:
+                return "not recorded"
+        group = [] if len(self.parts) == 1 else [config[self.parts[0]][name] for name in self.shared]
+        return None if not group or canonical(group) in self._recordings[key].rest_us else "not recorded"
 
     def _composed(self, workload: Workload, config: Mapping[str, Any]) -> dict[str, Any]:
         """The whole operation from its parts' recorded times and what the rest took, all net of the launch."""
@@ -262,15 +278,35 @@ class LiveBackend:
         config = self._whole(workload, part, params)
         return self._worker.trial(workload, part, config, stop_above_us=stop_above_us, seed=self._seed) | resources
 
-    def finals(self, workload: Workload, configs: Sequence[Mapping[str, Any]], part: str = "") -> list[dict[str, Any]]:
+    def finals(
+        self, workload: Workload, configs: Sequence[Mapping[str, Any]], part: str = "", rounds: int = FINAL_ROUNDS
+    ) -> list[dict[str, Any]]:
         whole = [self._whole(workload, part, config) if part else dict(config) for config in configs]
-        return self._worker.finals(
-            workload, whole, part=part, rounds=FINAL_ROUNDS, samples=FINAL_SAMPLES, seed=self._seed
+        self._await_compiles(workload, whole)
+        return self._worker.finals(workload, whole, part=part, rounds=rounds, samples=FINAL_SAMPLES, seed=self._seed)
+
+    def why_not(self, workload: Workload, config: Mapping[str, Any]) -> str | None:
+        from kerneltune.kernels.tunable import part_params
+
+        reasons = (
+            self._tunable.is_valid(part, part_params(self._tunable, config, part), workload, self._device)
+            for part in self.parts
         )
+        return next((reason for reason in reasons if reason is not None), None)
 
     def close(self) -> None:
         self._pool.close()
         self._worker.close()
+
+    def _await_compiles(self, workload: Workload, configs: Sequence[Mapping[str, Any]]) -> None:
+        """Have every kernel in Triton's cache, so that the measuring process compiles none beside a timing."""
+        from kerneltune.kernels.tunable import part_params
+
+        jobs = [(part, part_params(self._tunable, config, part)) for config in configs for part in self.parts]
+        for part, params in jobs:
+            self.prepare(workload, part, params)
+        for part, params in jobs:
+            self._pool.result(self._key(workload, part, params))
 
     def _key(self, workload: Workload, part: str, params: Mapping[str, Any]) -> str:
         return point_key(part, [params, workload])

@@ -55,6 +55,7 @@ class Decision:
     default: Trial | None  # None: the default did not run
     gain: float | None  # default time / winner time, both net of the launch
     kept_default: bool
+    timed: tuple[Trial, ...] = ()  # all that ran, the default first
 
 
 def decide(default: Trial | None, others: Sequence[Trial]) -> Decision | None:
@@ -63,14 +64,15 @@ def decide(default: Trial | None, others: Sequence[Trial]) -> Decision | None:
     sound = default if default is not None and default.outcome == "ok" and default.time_us is not None else None
     if not good and sound is None:
         return None
-    best = min(good, key=_net) if good else sound
+    best = min(good, key=net_us) if good else sound
     assert best is not None
     if sound is None:
-        return Decision(winner=best, default=None, gain=None, kept_default=False)
-    gain = _net(sound) / _net(best)
+        return Decision(winner=best, default=None, gain=None, kept_default=False, timed=tuple(good))
+    timed = (sound, *good)
+    gain = net_us(sound) / net_us(best)
     if gain - 1 <= max(MIN_GAIN, noise(sound), noise(best)):
-        return Decision(winner=sound, default=sound, gain=1.0, kept_default=True)
-    return Decision(winner=best, default=sound, gain=gain, kept_default=False)
+        return Decision(winner=sound, default=sound, gain=1.0, kept_default=True, timed=timed)
+    return Decision(winner=best, default=sound, gain=gain, kept_default=False, timed=timed)
 
 
 def noise(trial: Trial) -> float:
@@ -80,7 +82,8 @@ def noise(trial: Trial) -> float:
     return (trial.p80_us - trial.p20_us) / 2 / trial.time_us
 
 
-def _net(trial: Trial) -> float:
+def net_us(trial: Trial) -> float:
+    """The time without the launch of an empty graph."""
     assert trial.time_us is not None
     return max(trial.time_us - trial.launch_us, 1e-3)
 

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 from kerneltune.kernels.table_format import table_workload
 from kerneltune.recordings import canonical
 from kerneltune.records import RecordWriter, Session, Trial, read_lines
-from kerneltune.tuning import finalists, ladder
-from kerneltune.tuning.backends import Backend, Work
+from kerneltune.tuning import finalists, ladder, matrix
+from kerneltune.tuning.backends import FINAL_ROUNDS, Backend, Work
 from kerneltune.tuning.samplers import PointStudy
 
 LOOK_AHEAD = 8  # compiles under way while one trial is measured; constant, so that a resumed search asks the same
@@ -38,6 +38,7 @@ class Options:
     sampler: str = "default"
     seed: int = 0
     command: str = ""
+    max_loss: float = 0.02  # what a workload may lose against its best config, so that few configs serve all
 
 
 class Progress(Protocol):
@@ -72,12 +73,24 @@ class Silent:
 class Result:
     """What a search found."""
 
+    kernel: str
     out: Path
     table: Path | None  # None: no workload ended with a config
     decisions: list[tuple[dict[str, Any], finalists.Decision | None]]
     measured: int  # trials and finalists measured (or replayed) by this run
     remembered: int  # taken from the records
     live: bool  # measured on a GPU; otherwise replayed
+    served: list[matrix.Served]  # what the table states for each workload that has a config
+
+    @property
+    def configs(self) -> int:
+        """Distinct configs of the table, each set of exact keys counted on its own: each is a compile at serving."""
+        return matrix.count_configs(self.served, self.kernel)
+
+    @property
+    def worst_loss(self) -> float:
+        """The largest loss of any workload against its own best config."""
+        return max((served.own_loss for served in self.served), default=0.0)
 
 
 class Log:
@@ -117,6 +130,8 @@ class Log:
 def run(backend: Backend, workloads: Sequence[Mapping[str, Any]], options: Options, progress: Progress) -> Result:
     """Search every workload; the table is written anew after each, so an interruption loses none that is done.
 
+    At the end the loss matrix is measured and the table rewritten with the few configs that serve all.
+
     Raises:
         records.RecordsInUse: another search writes to `options.out`.
         OSError: the records cannot be written; what is there stays.
@@ -125,9 +140,14 @@ def run(backend: Backend, workloads: Sequence[Mapping[str, Any]], options: Optio
 
     ordered = ladder.in_order(workloads)
     log = Log(backend, options)
-    clock = _Clock(live=backend.source == "live", budget_s=options.budget_s)
+    kept = matrix.BUDGET_SHARE if len(ordered) > 1 else 0.0
+    clock = _Clock(
+        live=backend.source == "live",
+        budget_s=None if options.budget_s is None else options.budget_s * (1 - kept),
+    )
     decisions: list[tuple[dict[str, Any], finalists.Decision | None]] = []
     done: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
+    served: list[matrix.Served] = []
     table: Path | None = None
     progress.begin(ordered, options.trials)
     try:
@@ -142,11 +162,56 @@ def run(backend: Backend, workloads: Sequence[Mapping[str, Any]], options: Optio
                     backend.kernel,
                     backend.device,
                     _provenance(log.session),
-                    entry(backend.kernel, workload, decision),
+                    winner_entry(backend.kernel, workload, decision),
                 )
+        served = _serve(backend, decisions, log, clock, options, progress)
+        if served:
+            table = tables.add_entries(
+                options.out / "tables",
+                backend.kernel,
+                backend.device,
+                _provenance(log.session),
+                [served_entry(backend.kernel, each) for each in served],
+            )
     finally:
         log.close()
-    return Result(options.out, table, decisions, log.measured, log.remembered, backend.source == "live")
+    live = backend.source == "live"
+    return Result(backend.kernel, options.out, table, decisions, log.measured, log.remembered, live, served)
+
+
+def _serve(
+    backend: Backend,
+    decisions: Sequence[tuple[dict[str, Any], finalists.Decision | None]],
+    log: Log,
+    clock: _Clock,
+    options: Options,
+    progress: Progress,
+) -> list[matrix.Served]:
+    """Time the winners on each other's workloads, and choose what the table states for each."""
+    decided = [(workload, decision) for workload, decision in decisions if decision is not None]
+    groups = matrix.groups(decided, backend.kernel)
+    served: list[matrix.Served] = []
+    for position, group in enumerate(groups):
+        pairs = matrix.PAIRS
+        if options.budget_s is not None:
+            seconds = max(options.budget_s - clock.now(), 0.0) / (len(groups) - position)
+            pairs = min(pairs, int(seconds / matrix.PAIR_S))
+        planned = matrix.plan(group, options.max_loss, backend.why_not, pairs)
+        count = sum(map(len, planned))
+        if count:
+            timings = f"{count} timing" + ("s" if count > 1 else "")
+            progress.note(f"loss matrix of {len(group)} workloads: {timings} of configs that others want")
+        for column, configs in zip(group, planned, strict=True):
+            for config in configs:
+                if log.known(column.workload, "", config, "matrix") is None:
+                    for part in backend.parts:
+                        backend.prepare(column.workload, part, config if len(backend.parts) == 1 else config[part])
+
+        def timed(workload: dict[str, Any], configs: list[dict[str, Any]]) -> list[Trial]:
+            return time_finals(backend, workload, configs, "matrix", log, clock, rounds=matrix.ROUNDS)
+
+        served += matrix.serve(matrix.measure(group, planned, timed), options.max_loss, backend.kernel)
+    return served
 
 
 def _tune(
@@ -252,13 +317,14 @@ def time_finals(
     log: Log,
     clock: _Clock | None = None,
     part: str = "",
+    rounds: int = FINAL_ROUNDS,
 ) -> list[Trial]:
     """Time configs in turns, those already recorded left out; the first is the incumbent. One trial each, in order."""
     missing = [config for config in configs if log.known(workload, part, config, stage) is None]
     if missing:
         work = backend.work(workload, part)
-        for figures, config in zip(backend.finals(workload, missing, part), missing, strict=True):
-            if not part and finalists.same_config(config, configs[0]):
+        for figures, config in zip(backend.finals(workload, missing, part, rounds), missing, strict=True):
+            if stage == "final" and finalists.same_config(config, configs[0]):
                 figures = {"reason": "default"} | {k: v for k, v in figures.items() if k != "reason" or v}
             index = next(i for i, other in enumerate(configs) if finalists.same_config(config, other))
             log.add(make_trial(log.session, backend, work, workload, part, config, stage, index, figures))
@@ -315,9 +381,24 @@ def make_trial(
     )
 
 
-def entry(kernel: str, workload: Mapping[str, Any], decision: finalists.Decision) -> dict[str, Any]:
-    """The table entry of a decided workload (DESIGN.md §6)."""
-    winner, default = decision.winner, decision.default
+def winner_entry(kernel: str, workload: Mapping[str, Any], decision: finalists.Decision) -> dict[str, Any]:
+    """The table entry of a decided workload while the search is under way (DESIGN.md §6)."""
+    return _entry(kernel, workload, decision.winner, decision.default, decision.gain, {})
+
+
+def served_entry(kernel: str, served: matrix.Served) -> dict[str, Any]:
+    """The table entry of a workload by the loss matrix: figures of the config that the table states."""
+    return _entry(kernel, served.workload, served.timed.trial, served.timed.default, served.gain, served.loss)
+
+
+def _entry(
+    kernel: str,
+    workload: Mapping[str, Any],
+    winner: Trial,
+    default: Trial | None,
+    gain: float | None,
+    loss: Mapping[str, Any],
+) -> dict[str, Any]:
     known = table_workload(kernel, workload)
     inputs = next((known[name] for name in ("lengths", "routing") if name in known), "")
     measured = {
@@ -332,13 +413,13 @@ def entry(kernel: str, workload: Mapping[str, Any], decision: finalists.Decision
         "roofline": _round(winner.roofline, 4),
         "bound": winner.bound,
         "default_us": _round(default.time_us, 3) if default else None,
-        "gain": _round(decision.gain, 4),
+        "gain": _round(gain, 4),
         "inputs": inputs,
         "date": winner.date,
     }
     if winner.composed:
         measured["composed"] = True
-    return {"workload": known, "config": dict(winner.config), "measured": measured, "loss": {}}
+    return {"workload": known, "config": dict(winner.config), "measured": measured, "loss": dict(loss)}
 
 
 class _Clock:

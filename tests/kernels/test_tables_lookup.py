@@ -291,6 +291,9 @@ DAMAGED = [
     (damaged("entries.1.loss", {"inputs": {"\n": None}}), r"entries\[1\].loss.inputs.\?: expected a number"),
     (damaged("entries.1.loss", {"inputs": 3}), r"entries\[1\].loss.inputs: expected an object"),
     (damaged("entries.1.loss", {"inputs": {"equal": "x"}}), r"entries\[1\].loss.inputs.equal: expected a number"),
+    (damaged("entries.1.loss", {"batch=1,kv_len=2": "x"}), r"entries\[1\].loss.batch=1,kv_len=2: expected a number"),
+    (damaged("entries.1.loss", {"batch=1": 0.1}), r"loss.batch=1: expected a name such as batch=N,kv_len=N"),
+    (damaged("entries.1.loss", {"=" * 9999: 0.1}), r"loss.=+: expected a name such as batch=N,kv_len=N"),
 ]
 
 
@@ -342,6 +345,7 @@ FIELDS = [
     *("schema", "kernel", "device", "device.name", "device.sm_count", "provenance", "entries", "entries.0"),
     *("entries.0.workload", "entries.0.workload.heads", "entries.0.workload.lengths", "entries.0.config"),
     *("entries.0.config.BLOCK_H", "entries.0.measured", "entries.0.loss", "entries.0.loss.inputs"),
+    "entries.0.loss.batch=1,kv_len=2",
 ]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.image
@@ -10,7 +12,8 @@ import numpy as np
 import pytest
 import report_sample as sample
 
-from kerneltune.report.data import Curve
+from kerneltune.report.data import Curve, Row
+from kerneltune.report.heatmap import loss_groups, loss_matrix
 from kerneltune.report.load import find_folders, read_report
 from kerneltune.report.plots import convergence, draw, roofline, save_plots
 
@@ -133,3 +136,37 @@ def test_one_roofline_a_device(tmp_path: Path) -> None:
     names = {path.name for path in draw(find_folders(tmp_path), tmp_path / "plots")}
     assert {"roofline-nvidia-h200.svg", "roofline-nvidia-a100-sxm4-80gb.svg"} <= names
     assert "1.70 TB/s" in (tmp_path / "plots" / "roofline-nvidia-a100-sxm4-80gb.svg").read_text()
+
+
+def with_losses(rows: Sequence[Row], count: int) -> list[Row]:
+    """Rows of one group of which the first `count` shapes lose 1 % with the config of the first, others 30 %."""
+    names = [f"batch={row.workload['batch']},kv_len={row.workload['kv_len']}" for row in rows]
+    losses = dict.fromkeys(names, 0.3) | dict.fromkeys(names[:count], 0.01)
+    shared = replace(rows[0], losses=losses, loss=0.01)
+    own = [
+        replace(row, config={"num_splits": index}, losses={name: 0.0}, loss=0.0)
+        for index, (row, name) in enumerate(zip(rows, names, strict=True))
+    ]
+    return [replace(row, config=shared.config, losses=losses, loss=0.01) for row in rows[:count]] + own[count:]
+
+
+def test_the_loss_matrix_has_a_figure_in_each_cell_and_a_frame_for_each_shape(folder: Path) -> None:
+    rows = [row for row in read_report(find_folders(folder), "mla-decode").rows if row.workload["heads"] == 16]
+    (group,) = loss_groups(with_losses(rows, 3))
+    figure = loss_matrix(group, "mla-decode heads=16")
+    axes = figure.axes[0]
+    assert [text.get_text() for text in axes.texts[:5]] == ["1.0", "1.0", "1.0", "30.0", "30.0"]
+    assert [text.get_text() for text in axes.texts[5:10]] == ["-", "-", "-", "0.0", "-"]
+    assert {text.get_color() for text in axes.texts if text.get_text() == "30.0"} == {"white"}
+    assert len(axes.patches) == len(rows)
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["A", "B", "C"]
+    assert "5 shapes, 3 configs, worst loss 1.0 %" in axes.get_title(loc="left")
+    figure.draw_without_rendering()
+    for text in (axes._left_title, axes.xaxis.label, *axes.get_xticklabels()):  # type: ignore[attr-defined]
+        box = text.get_window_extent()
+        assert figure.bbox.x0 <= box.x0
+        assert box.x1 <= figure.bbox.x1
+
+
+def test_rows_without_losses_have_no_matrix(folder: Path) -> None:
+    assert loss_groups(read_report(find_folders(folder)).rows) == []
