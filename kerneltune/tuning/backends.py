@@ -40,6 +40,7 @@ class Backend(Protocol):
     source: str  # "live" or "replay:..."
     kernel_hash: str
     versions: dict[str, str]
+    varying_keys: tuple[str, ...]  # workload keys across which a failure holds; (): every workload answers for itself
 
     def points(self, workload: Workload, part: str) -> list[dict[str, Any]]: ...
 
@@ -68,6 +69,8 @@ class Backend(Protocol):
 
 class ReplayBackend:
     """Answers from recordings; needs neither a GPU nor the kernel."""
+
+    varying_keys: tuple[str, ...] = ()
 
     def __init__(self, recordings: Sequence[Recording], space: Space | None = None) -> None:
         """`recordings`: one kernel, one device, one a workload; `space` leaves only its points and the default.
@@ -188,6 +191,7 @@ class LiveBackend:
         self._tunable: Tunable = load_tunable(kernel)
         self.parts, self.shared = tuple(self._tunable.parts), tuple(self._tunable.shared)
         self.kernel_hash = kernel_hash(self._tunable)
+        self.varying_keys = (*self._tunable.scaled_keys, *self._tunable.input_keys)
         self._pool = CompilePool(kernel, self._device)
         self._worker = GpuWorker(kernel, device_index)
         self.versions = dict(self._worker.start()["versions"])

@@ -20,6 +20,7 @@ from kerneltune.recordings import canonical
 from kerneltune.records import RecordWriter, Session, Trial, read_lines
 from kerneltune.tuning import finalists, ladder
 from kerneltune.tuning.backends import Backend, Work
+from kerneltune.tuning.failures import Failures
 from kerneltune.tuning.samplers import PointStudy
 
 LOOK_AHEAD = 8  # compiles under way while one trial is measured; constant, so that a resumed search asks the same
@@ -87,6 +88,7 @@ class Log:
         path = options.out / "records" / f"{backend.kernel}.jsonl"
         self._writer = RecordWriter(path)
         self._known: dict[str, Trial] = {}
+        self.failures = Failures(backend.varying_keys)
         self.measured = self.remembered = 0
         sound: set[str] = set()
         for line in read_lines(path):
@@ -95,6 +97,7 @@ class Log:
                     sound.add(line.id)
             elif line.session in sound:
                 self._known.setdefault(_key(line.workload, line.part, line.config, line.stage), line)
+                self.failures.add(line)
         self._announced = False
 
     def known(self, workload: Mapping[str, Any], part: str, config: Mapping[str, Any], stage: str) -> Trial | None:
@@ -108,6 +111,14 @@ class Log:
             self._announced = True
         self._writer.append(trial)
         self._known[_key(trial.workload, trial.part, trial.config, trial.stage)] = trial
+        self.failures.add(trial)
+
+    def need_not_measure(
+        self, workload: Mapping[str, Any], part: str, config: Mapping[str, Any], stage: str
+    ) -> bool:
+        """Whether this very measurement is recorded, or the config is known to fail: nothing to compile then."""
+        recorded = self.known(workload, part, config, stage) is not None
+        return recorded or self.failures.recall(workload, part, config) is not None
 
     def close(self) -> None:
         self._writer.close()
@@ -212,7 +223,7 @@ def _search_part(
         point = study.ask()
         if point is None:
             break
-        if log.known(workload, part, study.points[point], "search") is None:
+        if not log.need_not_measure(workload, part, study.points[point], "search"):
             backend.prepare(workload, part, study.points[point])
         pending.append((index, point))
     while pending:
@@ -236,7 +247,7 @@ def recall_or_measure(
     if known is not None:
         log.remembered += 1
         return known, True
-    figures = backend.measure(workload, part, params, stop_above_us)
+    figures = log.failures.recall(workload, part, params) or backend.measure(workload, part, params, stop_above_us)
     trial = make_trial(log.session, backend, work, workload, part, params, stage, index, figures)
     log.add(trial)
     log.measured += 1
@@ -254,9 +265,13 @@ def time_finals(
 ) -> list[Trial]:
     """Time configs in turns, those already recorded left out; the first is the incumbent. One trial each, in order."""
     missing = [config for config in configs if log.known(workload, part, config, stage) is None]
+    failed = {canonical(c): _failed_before(backend, log, workload, part, c) for c in missing}
+    sound = [config for config in missing if failed[canonical(config)] is None]
+    measured = dict(zip(map(canonical, sound), backend.finals(workload, sound, part) if sound else [], strict=True))
     if missing:
         work = backend.work(workload, part)
-        for figures, config in zip(backend.finals(workload, missing, part), missing, strict=True):
+        for config in missing:
+            figures = failed[canonical(config)] or measured[canonical(config)]
             if not part and finalists.same_config(config, configs[0]):
                 figures = {"reason": "default"} | {k: v for k, v in figures.items() if k != "reason" or v}
             index = next(i for i, other in enumerate(configs) if finalists.same_config(config, other))
@@ -269,6 +284,16 @@ def time_finals(
         if clock is not None:
             clock.spend(trial)
     return trials
+
+
+def _failed_before(
+    backend: Backend, log: Log, workload: Mapping[str, Any], part: str, config: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """The figures of a config of which some part is known to fail; None: it has to be measured."""
+    if part or len(backend.parts) == 1:
+        return log.failures.recall(workload, part or backend.parts[0], config)
+    found = (log.failures.recall(workload, name, config[name]) for name in backend.parts)
+    return next((figures for figures in found if figures is not None), None)
 
 
 def make_trial(
