@@ -14,7 +14,8 @@ from kerneltune.tuning.session import Options, Silent, run
 
 CEILINGS = {"device": "made up", "date": "2026-11-30", "dram_read_gbps": 4000.0, "dram_copy_gbps": 3900.0,
             "tflops": {"bf16": 700.0}, "launch_us": 4.0}  # fmt: skip
-SMALL = {"dtype": "bf16", "heads": 16, "batch": 1, "kv_len": 2048, "lengths": "equal"}
+SMALL = {"dtype": "bf16", "kv_dtype": "bf16", "heads": 16, "h_kv": 1, "s_q": 1, "causal": False, "page_size": 64,
+         "kv_lora_rank": 512, "qk_rope_head_dim": 64, "batch": 1, "kv_len": 2048, "lengths": "equal"}  # fmt: skip
 LARGE = SMALL | {"batch": 64}
 OTHER = LARGE | {"heads": 128}
 FAILING = {1: "infeasible", 2: "compile_error", 3: "crashed", 4: "timed_out", 5: "wrong", 6: "nondeterministic"}
