@@ -58,6 +58,7 @@ class Trial(msgspec.Struct, tag="trial", tag_field="kind", frozen=True, kw_only=
     p20_us: float | None = None
     p80_us: float | None = None
     samples: int = 0
+    freaks: int = 0  # samples far from the rest (measure.conditions.freaks)
     launch_us: float = 0.0  # what an empty graph costs; net time is time_us - launch_us
     flops: int = 0
     bytes: int = 0

@@ -93,6 +93,7 @@ class Toy:
     scaled_keys = ("rows",)
     input_keys = ()
     sources = ("toy.py",)
+    deterministic = True
 
     def complete_workload(self, given: Workload) -> dict[str, Scalar]:
         return {"k": 96, "dtype": "fp16", "rows": 8, **given}
@@ -120,6 +121,9 @@ class Toy:
     ) -> Iterator[tuple[str, Problem]]:
         for rows, k in ((1, 1), (3, 95)):
             yield f"rows={rows} k={k}", self.make_problem(dict(workload) | {"rows": rows, "k": k}, device, seed)
+
+    def edge_workloads(self, workload: Workload) -> Iterator[tuple[str, dict[str, Scalar]]]:
+        yield "k=511", {"k": 511, "dtype": workload["dtype"], "rows": 5}
 
     def launch(self, problem: Problem, config: Config, part: str | None = None) -> Launch:
         x, w = problem.inputs["x"], problem.inputs["w"]
