@@ -26,6 +26,7 @@ PREPARE_TIMEOUT_S = 300.0  # inputs and references of one workload; compiling fo
 TRIAL_TIMEOUT_S = 60.0  # one config: compile where the cache has nothing, gate, time
 CEILINGS_TIMEOUT_S = 120.0
 CONDITIONS_TIMEOUT_S = 30.0
+GONE_TIMEOUT_S = 120.0  # for a killed process to be gone
 FINAL_SAMPLES = 20  # a turn
 FINAL_ROUNDS = 4
 FINAL_LAUNCHES = 10  # of each finalist, compared bit by bit
@@ -260,6 +261,11 @@ class GpuWorker:
 
     def _replace(self) -> None:
         self._child.close()
+        end = time.monotonic() + GONE_TIMEOUT_S
+        while self._child.alive:  # the driver may still be busy stopping its kernel; nothing is timed beside that
+            if time.monotonic() > end:
+                raise UserError(f"the GPU process {self._child.pid} was killed but does not end; measuring stops", 1)
+            time.sleep(0.1)
         self._prepared = None
         self.restarts += 1
         self._child = self._spawn()
