@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from kerneltune import compile_cache
 from kerneltune.child import Child, ChildDied, ChildStartError, ChildTimeout, one_line
 from kerneltune.errors import UserError
 from kerneltune.kernels.device import Device
@@ -248,7 +249,7 @@ class CompileHandler:
 
 
 # A GPU in reach would only cost memory; more threads than one a child would starve the measuring process.
-CHILD_ENV = {
+CHILD_ENV: dict[str, str | None] = {
     "TRITON_INTERPRET": None,
     "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",
@@ -278,7 +279,7 @@ class CompilePool:
             since importing torch takes each of them seconds.
         """
         self._make_child: Callable[[], Child] = lambda: Child(
-            "kerneltune.compile:CompileHandler", kernel, device, env=CHILD_ENV, nice=5
+            "kerneltune.compile:CompileHandler", kernel, device, env=CHILD_ENV | compile_cache.environment(), nice=5
         )
         self._timeout_s = timeout_s
         self._jobs_per_child = jobs_per_child

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kerneltune import compile_cache
 from kerneltune.child import Child, ChildDied, ChildStartError, ChildTimeout
 from kerneltune.errors import UserError
 
@@ -271,10 +272,8 @@ class GpuWorker:
         self._child = self._spawn()
 
     def _spawn(self) -> Child:
-        interpret = "1" if self._device_index is None else None
-        return Child(
-            "kerneltune.measure.worker:Measurer", self._kernel, self._device_index, env={"TRITON_INTERPRET": interpret}
-        )
+        env = {"TRITON_INTERPRET": "1" if self._device_index is None else None, **compile_cache.environment()}
+        return Child("kerneltune.measure.worker:Measurer", self._kernel, self._device_index, env=env)
 
 
 class Measurer:

@@ -92,6 +92,28 @@ class Provenance:
 
 
 @dataclass(frozen=True)
+class Doubt:
+    """What the GPU did around the trials of one workload that makes their times doubtful."""
+
+    kernel: str
+    device: str
+    shape: str
+    warnings: tuple[str, ...]
+    date: str
+
+
+@dataclass(frozen=True)
+class Search:
+    """One search that measured: where its seconds went, by tuning.seconds.KINDS."""
+
+    kernel: str
+    device: str
+    measured: int
+    seconds: dict[str, float]
+    date: str
+
+
+@dataclass(frozen=True)
 class Report:
     """Everything that is known about some folders."""
 
@@ -103,6 +125,8 @@ class Report:
     provenance: tuple[Provenance, ...]
     trials: int
     warnings: tuple[str, ...]
+    doubts: tuple[Doubt, ...] = ()
+    searches: tuple[Search, ...] = ()
 
 
 @dataclass(frozen=True)

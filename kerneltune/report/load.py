@@ -15,14 +15,16 @@ from typing import Any
 import msgspec
 
 from kerneltune.errors import UserError
-from kerneltune.records import Session, Trial, read_folder
+from kerneltune.records import Conditions, Session, Trial, read_folder, read_notes
 from kerneltune.report.data import (
     SCALED_KEYS,
     Curve,
+    Doubt,
     Failure,
     Provenance,
     Report,
     Row,
+    Search,
     Unfinished,
     canonical,
     exact_sizes,
@@ -98,6 +100,8 @@ def read_report(folders: Sequence[Path], kernel: str | None = None) -> Report:
     ceilings: dict[tuple[str, str], dict[str, Any]] = {}
     provenance: dict[Provenance, Provenance] = {}
     warnings: list[str] = []
+    doubts: dict[tuple[str, str, str], Doubt] = {}
+    searches: list[Search] = []
     count = 0
     for folder in folders:
         sessions, trials = _read_records(folder, kernel)
@@ -112,6 +116,11 @@ def read_report(folders: Sequence[Path], kernel: str | None = None) -> Report:
             for entry in table.entries
             if entry.measured.time_us  # an imported entry has none
         }
+        for note in _read_notes(folder, sessions):
+            if isinstance(note, Search):
+                searches.append(note)
+            else:  # the last time that a workload was measured counts
+                doubts[note.kernel, note.device, note.shape] = note
         rows |= from_records
         rows |= {key: _with_records(row, from_records.get(key)) for key, row in from_tables.items()}
         unfinished += [_unfinished(key, found) for key, found in by_key.items() if key not in rows]
@@ -137,6 +146,8 @@ def read_report(folders: Sequence[Path], kernel: str | None = None) -> Report:
         provenance=tuple(provenance.values()),
         trials=count,
         warnings=tuple(warnings),
+        doubts=tuple(doubt for doubt in doubts.values() if doubt.warnings),
+        searches=tuple(searches),
     )
 
 
@@ -174,6 +185,21 @@ def _read_records(folder: Path, kernel: str | None) -> tuple[dict[str, Session],
     sessions, trials = read_folder(folder)
     sessions = {name: session for name, session in sessions.items() if kernel in (None, session.kernel)}
     return sessions, [trial for trial in trials if trial.session in sessions]
+
+
+def _read_notes(folder: Path, sessions: Mapping[str, Session]) -> list[Doubt | Search]:
+    """What the records of a folder tell of these sessions besides trials, in file order."""
+    found: list[Doubt | Search] = []
+    for note in read_notes(folder):
+        if (session := sessions.get(note.session)) is None:
+            continue
+        device = str(session.device.get("name", ""))
+        if isinstance(note, Conditions):
+            shape = format_workload(session.kernel, note.workload)
+            found.append(Doubt(session.kernel, device, shape, tuple(note.warnings), note.date))
+        else:
+            found.append(Search(session.kernel, device, note.measured, note.seconds, note.date))
+    return found
 
 
 def _read_tables(folder: Path, warnings: list[str]) -> list[_Table]:

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kerneltune.recordings import canonical
-from kerneltune.records import RecordWriter, Session, Trial, read_lines
+from kerneltune.records import Conditions, RecordWriter, Session, Summary, Trial, read_lines
 from kerneltune.tuning import finalists, ladder
 from kerneltune.tuning.backends import Backend, Work
 from kerneltune.tuning.failures import Failures
 from kerneltune.tuning.samplers import PointStudy
+from kerneltune.tuning.seconds import seconds_text
 
 LOOK_AHEAD = 8  # compiles under way while one trial is measured; constant, so that a resumed search asks the same
 STOP_ABOVE = 1.25  # a config this much slower than the best so far is dropped after a few samples
@@ -89,7 +90,7 @@ class Log:
         self._writer = RecordWriter(path)
         self._known: dict[str, Trial] = {}
         self.failures = Failures(backend.varying_keys)
-        self.measured = self.remembered = 0
+        self.measured = self.remembered = self.samples = self.freaks = 0
         sound: set[str] = set()
         for line in read_lines(path):
             if isinstance(line, Session):
@@ -112,10 +113,14 @@ class Log:
         self._writer.append(trial)
         self._known[_key(trial.workload, trial.part, trial.config, trial.stage)] = trial
         self.failures.add(trial)
+        self.samples += trial.samples
+        self.freaks += trial.freaks
 
-    def need_not_measure(
-        self, workload: Mapping[str, Any], part: str, config: Mapping[str, Any], stage: str
-    ) -> bool:
+    def note(self, line: Conditions | Summary) -> None:
+        """Something about trials that are on the disk."""
+        self._writer.append(line)
+
+    def need_not_measure(self, workload: Mapping[str, Any], part: str, config: Mapping[str, Any], stage: str) -> bool:
         """Whether this very measurement is recorded, or the config is known to fail: nothing to compile then."""
         recorded = self.known(workload, part, config, stage) is not None
         return recorded or self.failures.recall(workload, part, config) is not None
@@ -142,7 +147,10 @@ def run(backend: Backend, workloads: Sequence[Mapping[str, Any]], options: Optio
     progress.begin(ordered, options.trials)
     try:
         for position, workload in enumerate(ordered):
+            watch = _Watch(backend, log, workload)
             decision = _tune(backend, workload, position, len(ordered), done, log, clock, options, progress)
+            for warning in watch.end():
+                progress.note(f"warning: {warning}")
             decisions.append((workload, decision))
             progress.decided(workload, decision)
             if decision is not None:
@@ -154,6 +162,10 @@ def run(backend: Backend, workloads: Sequence[Mapping[str, Any]], options: Optio
                     _provenance(log.session),
                     entry(workload, decision),
                 )
+        if backend.source == "live" and log.measured:
+            split = backend.seconds.split()
+            log.note(Summary(session=log.session.id, seconds=_rounded(split), measured=log.measured, date=_now()))
+            progress.note(f"seconds: {seconds_text(split)}")
     finally:
         log.close()
     return Result(options.out, table, decisions, log.measured, log.remembered, backend.source == "live")
@@ -210,7 +222,8 @@ def _search_part(
         trial, remembered = recall_or_measure(backend, log, work, workload, part, params, "search", index, stop)
         clock.spend(trial)
         trials.append(trial)
-        study.tell(point, trial.time_us if trial.outcome == "ok" else None)
+        with backend.seconds.of("sampler"):
+            study.tell(point, trial.time_us if trial.outcome == "ok" else None)
         if trial.outcome == "ok" and (best is None or (trial.time_us or 0) < (best.time_us or 0)):
             best = trial
         progress.trial(trial, best.time_us if best else None, best.roofline if best else None, remembered)
@@ -220,7 +233,8 @@ def _search_part(
             finish_oldest()
         if deadline is not None and clock.now() > deadline and index > 0:
             break
-        point = study.ask()
+        with backend.seconds.of("sampler"):
+            point = study.ask()
         if point is None:
             break
         if not log.need_not_measure(workload, part, study.points[point], "search"):
@@ -364,6 +378,38 @@ def entry(workload: Mapping[str, Any], decision: finalists.Decision) -> dict[str
     return {"workload": dict(workload), "config": dict(winner.config), "measured": measured, "loss": {}}
 
 
+class _Watch:
+    """The GPU around the trials of one workload."""
+
+    def __init__(self, backend: Backend, log: Log, workload: Mapping[str, Any]) -> None:
+        self._backend, self._log, self._workload = backend, log, workload
+        self._before = backend.conditions()
+        self._count = log.measured, log.samples, log.freaks
+
+    def end(self) -> list[str]:
+        """Onto the disk, with what is doubtful; [] if the workload's trials were all in the records."""
+        from kerneltune.measure.conditions import Snapshot, warnings
+
+        measured, samples, freaks = self._count
+        if not self._before or self._log.measured == measured:
+            return []
+        after, samples, freaks = self._backend.conditions(), self._log.samples - samples, self._log.freaks - freaks
+        found = warnings(Snapshot.from_dict(self._before), Snapshot.from_dict(after), freaks, samples)
+        self._log.note(
+            Conditions(
+                session=self._log.session.id,
+                workload=dict(self._workload),
+                before=self._before,
+                after=after,
+                freaks=freaks,
+                samples=samples,
+                warnings=found,
+                date=_now(),
+            )
+        )
+        return found
+
+
 class _Clock:
     """Seconds spent: the wall's when measuring, the recorded ones in a replay, so that a replay repeats itself."""
 
@@ -432,6 +478,10 @@ def _key(workload: Mapping[str, Any], part: str, config: Mapping[str, Any], stag
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _rounded(split: Mapping[str, float]) -> dict[str, float]:
+    return {kind: round(seconds, 3) for kind, seconds in split.items()}
 
 
 def _round(value: float | None, digits: int) -> float | None:

@@ -10,10 +10,13 @@ import pytest
 from kerneltune.records import Trial, read_folder
 from kerneltune.tuning.backends import Work
 from kerneltune.tuning.failures import Failures
+from kerneltune.tuning.seconds import Seconds
 from kerneltune.tuning.session import Options, Silent, run
 
 CEILINGS = {"device": "made up", "date": "2026-11-30", "dram_read_gbps": 4000.0, "dram_copy_gbps": 3900.0,
             "tflops": {"bf16": 700.0}, "launch_us": 4.0}  # fmt: skip
+DEVICE = {"name": "made up", "arch": "sm_90", "sm_count": 1, "shared_memory_per_block": 1, "l2_bytes": 1,
+          "memory_bytes": 1, "warp_size": 32}  # fmt: skip
 SMALL = {"dtype": "bf16", "kv_dtype": "bf16", "heads": 16, "h_kv": 1, "s_q": 1, "causal": False, "page_size": 64,
          "kv_lora_rank": 512, "qk_rope_head_dim": 64, "batch": 1, "kv_len": 2048, "lengths": "equal"}  # fmt: skip
 LARGE = SMALL | {"batch": 64}
@@ -24,13 +27,16 @@ FAILING = {1: "infeasible", 2: "compile_error", 3: "crashed", 4: "timed_out", 5:
 class Scripted:
     """A backend of ten points: what FAILING names fails on every workload; counts what it is asked to do."""
 
-    kernel, parts, shared, source, kernel_hash = "mla-decode", ("decode",), (), "live", "0" * 12
-    varying_keys = ("batch", "kv_len", "lengths")
-    device = {"name": "made up", "arch": "sm_90", "sm_count": 1, "shared_memory_per_block": 1, "l2_bytes": 1,
-              "memory_bytes": 1, "warp_size": 32}  # fmt: skip
-    ceilings, versions = CEILINGS, {"triton": "3.6.0"}
+    kernel, source, kernel_hash = "mla-decode", "live", "0" * 12
+    parts: tuple[str, ...] = ("decode",)
+    shared: tuple[str, ...] = ()
+    varying_keys: tuple[str, ...] = ("batch", "kv_len", "lengths")
 
     def __init__(self) -> None:
+        self.device: dict[str, Any] = dict(DEVICE)
+        self.ceilings: dict[str, Any] = dict(CEILINGS)
+        self.versions = {"triton": "3.6.0"}
+        self.seconds = Seconds()
         self.compiled: list[tuple[int, int]] = []  # (heads * 1000 + batch, point)
         self.ran: list[tuple[int, int]] = []
 
@@ -57,6 +63,9 @@ class Scripted:
 
     def finals(self, workload: Any, configs: Any, part: str = "") -> list[dict[str, Any]]:
         return [self.measure(workload, part, config, None) for config in configs]
+
+    def conditions(self) -> dict[str, Any]:
+        return {}
 
     def close(self) -> None: ...
 
