@@ -70,6 +70,7 @@ class Failure:
     rule: str  # the reason with its numbers taken out
     count: int
     example: str
+    shape: str = ""  # of the example
 
 
 @dataclass(frozen=True)

@@ -303,13 +303,13 @@ def _unfinished(key: tuple[str, str, str], trials: list[Trial]) -> Unfinished:
 
 def _failures(failed: list[tuple[str, Trial]]) -> tuple[Failure, ...]:
     counts: Counter[tuple[str, str, str]] = Counter()
-    examples: dict[tuple[str, str, str], str] = {}
+    examples: dict[tuple[str, str, str], tuple[str, str]] = {}
     for kernel, trial in failed:
         reason = trial.reason.strip().splitlines()[0] if trial.reason.strip() else "no reason given"
         key = (kernel, trial.outcome, re.sub(r"\d+(\.\d+)?(e-?\d+)?", "N", reason.split(":")[0]))
         counts[key] += 1
-        examples.setdefault(key, reason)
-    return tuple(Failure(*key, count, examples[key]) for key, count in counts.most_common())
+        examples.setdefault(key, (reason, format_workload(kernel, trial.workload)))
+    return tuple(Failure(*key, count, *examples[key]) for key, count in counts.most_common())
 
 
 def _session_provenance(session: Session) -> Provenance:

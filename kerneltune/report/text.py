@@ -86,8 +86,9 @@ def number(value: float | None) -> str:
 
 
 def failure_text(failure: Failure) -> str:
-    """One line: how many, in which way, and the first one's own words."""
-    return f"{failure.kernel}: {failure.count} {failure.outcome.replace('_', ' ')} ({failure.example})"
+    """One line: how many, in which way, and the first one's own words and shape."""
+    where = f"; {failure.shape}" if failure.shape else ""
+    return f"{failure.kernel}: {failure.count} {failure.outcome.replace('_', ' ')} ({failure.example}{where})"
 
 
 def ceilings_text(ceilings: dict) -> str:

@@ -282,9 +282,10 @@ class LiveBackend:
             seed=self._seed,
             edges=lambda config: edges[canonical(config)],
         )
-        paused = FINAL_ROUNDS * PAUSE_S * sum(reply["samples"] > 0 for reply in figures)
+        took = time.monotonic() - begin
+        paused = min(FINAL_ROUNDS * PAUSE_S * sum(reply["samples"] > 0 for reply in figures), took)
         self.seconds.add("pauses", paused)
-        self.seconds.add("finals", time.monotonic() - begin - paused)
+        self.seconds.add("finals", took - paused)
         return figures
 
     def conditions(self) -> dict[str, Any]:

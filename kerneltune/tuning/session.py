@@ -236,6 +236,9 @@ def _search_part(
         with backend.seconds.of("sampler"):
             point = study.ask()
         if point is None:
+            progress.note(
+                f"{part}: all {len(study.points)} feasible configs are tried, fewer than the {options.trials} asked"
+            )
             break
         if not log.need_not_measure(workload, part, study.points[point], "search"):
             backend.prepare(workload, part, study.points[point])

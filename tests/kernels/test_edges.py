@@ -33,9 +33,7 @@ def test_edges_are_whole_workloads_of_other_exact_keys_and_the_same_for_a_whole_
 
 def test_edges_lie_off_every_tile() -> None:
     moe, mla = load_tunable("moe"), load_tunable("mla-decode")
-    depths = [
-        edge[key] for _, edge in moe.edge_workloads(moe.complete_workload({"K": 512})) for key in ("K", "N")
-    ]
+    depths = [edge[key] for _, edge in moe.edge_workloads(moe.complete_workload({"K": 512})) for key in ("K", "N")]
     assert 511 in depths
     assert all(int(depth) % 16 for depth in depths)
     odd = dict(mla.edge_workloads(mla.complete_workload({})))

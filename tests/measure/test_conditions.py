@@ -129,7 +129,7 @@ def fake_nvml(**missing: Exception) -> Any:
 
         return answer
 
-    constants = {name: 0 for name in ("NVML_CLOCK_SM", "NVML_CLOCK_MEM", "NVML_TEMPERATURE_GPU")}
+    constants = dict.fromkeys(("NVML_CLOCK_SM", "NVML_CLOCK_MEM", "NVML_TEMPERATURE_GPU"), 0)
     constants |= {"NVML_PERF_POLICY_POWER": 0, "NVML_PERF_POLICY_THERMAL": 1}
     return SimpleNamespace(NVMLError=NVMLError, **constants, **{name: call(name) for name in answers})
 

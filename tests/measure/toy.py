@@ -36,6 +36,7 @@ DEFECTS = (
     "host_raise",
     "host_kill",  # the process sends itself SIGKILL
     "host_sleep",  # takes a second to be launched, then is right
+    "returns_at_once",  # launches nothing
     "edge_511",  # wrong for k = 511 only
     "raise_511",
     "out_of_memory",
@@ -152,7 +153,8 @@ class Toy:
             "num_warps": config["num_warps"],
         }
         args = (x, w, out, nonce, x.shape[0], x.shape[1], x.stride(0))
-        return Launch([KernelCall(dot_rows, (x.shape[0],), args, options)], {"out": out})
+        calls = [KernelCall(dot_rows, (x.shape[0],), args, options)]
+        return Launch([] if defect == "returns_at_once" and not meta else calls, {"out": out})
 
     def reference(self, problem: Problem) -> dict[str, torch.Tensor]:
         return {"out": problem.inputs["x"].double() @ problem.inputs["w"].double()}
