@@ -15,6 +15,7 @@ from toy import TOY
 
 from kerneltune.child import Child
 from kerneltune.errors import UserError
+from kerneltune.kernels.tunable import Verdict
 from kerneltune.measure.worker import GpuWorker, Measurer
 from kerneltune.records import OUTCOMES, Trial
 
@@ -125,7 +126,12 @@ def test_a_config_is_vetted_on_an_edge_once(monkeypatch: pytest.MonkeyPatch, dev
     edges = list(TOY.edge_workloads(WORKLOAD))
     checked: list[str] = []
     check = gate.check
-    monkeypatch.setattr(gate, "check", lambda t, cases, c: (checked.append(str(c["BLOCK_K"])), check(t, cases, c))[1])
+
+    def counting(tunable: Any, cases: Any, config: Any) -> Verdict:
+        checked.append(str(config["BLOCK_K"]))
+        return check(tunable, cases, config)
+
+    monkeypatch.setattr(gate, "check", counting)
     for rows in (4, 8):
         assert measurer(("prepare", {"workload": WORKLOAD | {"rows": rows}, "seed": 0}))["outcome"] == "ok"
         for block in (16, 32):

@@ -31,6 +31,7 @@ DEFECTS = (
     "compile_abort",
     "compile_hang",
     "compile_raise",
+    "compile_sleep",  # takes a second, then is right
     "host_exit",
     "host_hang",
     "host_raise",
@@ -180,6 +181,8 @@ def _host_defect(defect: str, meta: bool) -> None:
         os.kill(os.getpid(), signal.SIGABRT)
     if meta and defect == "compile_hang":
         time.sleep(600)
+    if meta and defect == "compile_sleep":
+        time.sleep(1.0)
     if meta and defect == "compile_raise":
         raise RuntimeError("PassManager::run failed\nsecond line")
     if not meta and defect == "host_exit":
