@@ -100,6 +100,7 @@ class Tunable(Protocol):
     scaled_keys: tuple[str, ...]  # matched to the nearest entry in log space
     input_keys: tuple[str, ...]  # the input class: "lengths", "routing"
     sources: tuple[str, ...]  # file names beside tunable.py whose code decides results (hashed)
+    deterministic: bool  # every config reduces in a fixed order, so that equal inputs must give equal bits
 
     def complete_workload(self, given: Workload) -> dict[str, Scalar]:
         """All keys in canonical order, defaults filled in. ValueError (one line) on an unknown key or bad value."""
@@ -130,6 +131,11 @@ class Tunable(Protocol):
         self, workload: Workload, device: torch.device | str, seed: int = 0
     ) -> Iterator[tuple[str, Problem]]:
         """Small labelled problems that need no other compile: length 0 and 1, an empty expert, odd token counts."""
+        ...
+
+    def edge_workloads(self, workload: Workload) -> Iterator[tuple[str, dict[str, Scalar]]]:
+        """Small labelled workloads of other exact keys, off every tile: "K=511 N=97". They do need another compile, so
+        only the default and the finalists are vetted on them. They depend on the exact keys of `workload` alone."""
         ...
 
     def launch(self, problem: Problem, config: Config, part: str | None = None) -> Launch:

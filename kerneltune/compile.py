@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from kerneltune import compile_cache
 from kerneltune.child import Child, ChildDied, ChildStartError, ChildTimeout, one_line
 from kerneltune.errors import UserError
 from kerneltune.kernels.device import Device
@@ -248,7 +249,7 @@ class CompileHandler:
 
 
 # A GPU in reach would only cost memory; more threads than one a child would starve the measuring process.
-CHILD_ENV = {
+CHILD_ENV: dict[str, str | None] = {
     "TRITON_INTERPRET": None,
     "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",
@@ -278,7 +279,7 @@ class CompilePool:
             since importing torch takes each of them seconds.
         """
         self._make_child: Callable[[], Child] = lambda: Child(
-            "kerneltune.compile:CompileHandler", kernel, device, env=CHILD_ENV, nice=5
+            "kerneltune.compile:CompileHandler", kernel, device, env=CHILD_ENV | compile_cache.environment(), nice=5
         )
         self._timeout_s = timeout_s
         self._jobs_per_child = jobs_per_child
@@ -363,32 +364,28 @@ class CompilePool:
                 _, message, future = job
                 if not future.set_running_or_notify_cancel():
                     continue
-                try:
-                    if child is None:
-                        child, done = self._start(), 0
-                    future.set_result(child.request(message, self._timeout_s))
-                    done += 1
-                except ChildTimeout:
-                    future.set_result(
-                        Compiled(
-                            "compile_error",
-                            f"compiler gave no result in {self._timeout_s:g} s",
-                            compile_s=self._timeout_s,
-                        )
-                    )
-                    done = self._jobs_per_child
-                except ChildDied as error:
-                    future.set_result(Compiled("compile_error", f"compiler died: {error}"))
-                    done = self._jobs_per_child
-                except ChildStartError as error:
-                    future.set_exception(UserError(f"a compile process cannot load the kernel: {error}"))
-                    done = self._jobs_per_child
-                except BaseException as error:
-                    future.set_exception(error)
-                    done = self._jobs_per_child
-                if child is not None and done >= self._jobs_per_child:
-                    self._end(child)
-                    child = None
+                for last_try in (False, True):
+                    if child is not None and (done >= self._jobs_per_child or not child.alive):
+                        self._end(child)
+                        child = None
+                    try:
+                        if child is None:
+                            child, done = self._start(), 0
+                        future.set_result(child.request(message, self._timeout_s))
+                        done += 1
+                    except ChildDied as error:
+                        # No compiler sends itself SIGKILL; somebody else did (the system, short of memory, say).
+                        if "SIGKILL" in str(error) and not last_try:
+                            continue
+                        future.set_result(Compiled("compile_error", f"compiler died: {error}"))
+                    except ChildTimeout:
+                        reason = f"compiler gave no result in {self._timeout_s:g} s"
+                        future.set_result(Compiled("compile_error", reason, compile_s=self._timeout_s))
+                    except ChildStartError as error:
+                        future.set_exception(UserError(f"a compile process cannot load the kernel: {error}"))
+                    except BaseException as error:
+                        future.set_exception(error)
+                    break
         finally:
             if child is not None:
                 self._end(child)

@@ -1,12 +1,14 @@
 """What was measured, one JSON line a trial, appended at once: the source of truth of every search.
 
-A record file holds `session` lines (who measured: device, versions, ceilings) and `trial` lines (one config on one
-workload). It is only ever appended to. A line cut off by a crash is dropped by the reader and removed by the next
-writer; fields and kinds of line that this version does not know are skipped.
+A record file holds `session` lines (who measured: device, versions, ceilings), `trial` lines (one config on one
+workload), `conditions` lines (the GPU around the trials of a workload) and `summary` lines (the end of a search). It is
+only ever appended to. A line cut off by a crash is dropped by the reader and removed by the next writer; fields and
+kinds of line that this version does not know are skipped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Iterator
@@ -58,6 +60,7 @@ class Trial(msgspec.Struct, tag="trial", tag_field="kind", frozen=True, kw_only=
     p20_us: float | None = None
     p80_us: float | None = None
     samples: int = 0
+    freaks: int = 0  # samples far from the rest (measure.conditions.freaks)
     launch_us: float = 0.0  # what an empty graph costs; net time is time_us - launch_us
     flops: int = 0
     bytes: int = 0
@@ -77,9 +80,33 @@ class Trial(msgspec.Struct, tag="trial", tag_field="kind", frozen=True, kw_only=
     date: str = ""
 
 
+class Conditions(msgspec.Struct, tag="conditions", tag_field="kind", frozen=True, kw_only=True):
+    """The GPU before and after the trials of one workload (`measure.conditions.Snapshot`), and what is doubtful."""
+
+    session: str
+    workload: dict[str, Any]
+    before: dict[str, Any]
+    after: dict[str, Any]
+    freaks: int  # readings far from the rest, of so many samples
+    samples: int
+    warnings: list[str]
+    date: str
+
+
+class Summary(msgspec.Struct, tag="summary", tag_field="kind", frozen=True, kw_only=True):
+    """The end of a search that measured."""
+
+    session: str
+    seconds: dict[str, float]  # by tuning.seconds.KINDS; together the wall clock's
+    measured: int
+    date: str
+
+
 Line = Session | Trial
+Note = Conditions | Summary
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Line)
+_note_decoder = msgspec.json.Decoder(Note)
 
 
 def read_lines(path: Path) -> Iterator[Line]:
@@ -92,6 +119,17 @@ def read_lines(path: Path) -> Iterator[Line]:
                 continue
             if isinstance(line, Session) or is_sound(line):
                 yield line
+
+
+def read_notes(folder: Path) -> list[Note]:
+    """The lines of `folder/records/*.jsonl` that are about trials rather than one: conditions and summaries."""
+    notes: list[Note] = []
+    for path in sorted((folder / "records").glob("*.jsonl")):
+        with path.open("rb") as file:
+            for text in file:
+                with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                    notes.append(_note_decoder.decode(text))
+    return notes
 
 
 def is_sound(trial: Trial) -> bool:
@@ -144,7 +182,7 @@ class RecordWriter:
         _remove_cut_tail(path)
         self._file = path.open("ab", buffering=0)  # a buffer would keep a line that failed and write it later
 
-    def append(self, line: Line) -> None:
+    def append(self, line: Line | Note) -> None:
         """Write one line whole, or leave the file as it was and raise OSError (a full disk, say)."""
         data = _encoder.encode(line) + b"\n"
         start = self.path.stat().st_size

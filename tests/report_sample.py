@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kerneltune.kernels.tunable import Cost
-from kerneltune.records import OUTCOMES, RecordWriter, Session, Trial
+from kerneltune.records import OUTCOMES, Line, Note, RecordWriter, Session, Trial
 from kerneltune.roofline.model import Ceilings, place
 
 H200 = {
@@ -252,7 +252,7 @@ def _finals(
 class _FastWriter(RecordWriter):
     """A RecordWriter without the sync to disk of each line: thousands of lines a test."""
 
-    def append(self, line: Session | Trial) -> None:
+    def append(self, line: Line | Note) -> None:
         """Write one line; the file is flushed when closed."""
         from kerneltune.records import _encoder
 

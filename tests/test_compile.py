@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -232,3 +234,37 @@ def test_a_run_after_a_compile_compiles_nothing(kernel: str, given: dict[str, Sc
         reply = worker.trial(workload, "", config)
     assert reply["outcome"] == "ok", reply["reason"]
     assert binaries() == before
+
+
+def test_a_compile_process_killed_from_outside_costs_no_config_its_compile() -> None:
+    with CompilePool("toy:TOY", target("sm_90"), workers=1) as pool:
+        pool.submit("first", "dot", params(), WORKLOAD)
+        assert pool.result("first").outcome == "ok"
+        pool.submit("second", "dot", params("compile_sleep", BLOCK_K=16), WORKLOAD)
+        time.sleep(0.3)
+        for child in list(pool._children):
+            os.kill(child.pid, signal.SIGKILL)
+        assert pool.result("second").outcome == "ok"
+
+
+def resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def test_two_thousand_configs_of_which_500_fail_leave_the_parents_memory_flat(own_triton_cache: Path) -> None:
+    """Real children, recycled many times, whose compiles are empty; the bound is 200 MiB, what is seen is under 20."""
+    failed = 0
+    with CompilePool("toy:EMPTY", target("sm_90"), workers=2, jobs_per_child=400) as pool:
+        pool.submit("warm", "dot", params(BLOCK_K=1), WORKLOAD)
+        pool.result("warm")
+        before = resident_mib()
+        for index in range(2000):
+            defect = "compile_raise" if index % 4 == 3 else "none"
+            pool.submit(index, "dot", params(defect, BLOCK_K=16 + index), WORKLOAD)
+        for index in range(2000):
+            failed += pool.result(index).outcome == "compile_error"
+            pool.discard([index])
+        assert resident_mib() - before < 50
+    assert failed == 500
+    assert sum(path.stat().st_size for path in own_triton_cache.rglob("*") if path.is_file()) < 2**20

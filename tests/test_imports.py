@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (  # lowest first; a module may import its own layer and those before it
     {"kernels"},
-    {"errors", "registry", "expressions", "provenance", "child", "device", "space"},
+    {"errors", "registry", "expressions", "provenance", "child", "device", "space", "compile_cache"},
     {"roofline", "records", "recordings"},
     {"measure", "compile", "workloads"},
     {"tuning", "report", "engines", "tables"},

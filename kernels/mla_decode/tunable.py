@@ -72,6 +72,7 @@ class MlaDecode:
     scaled_keys = ("batch", "kv_len")
     input_keys = ("lengths",)
     sources = ("triton_split_kv.py", "combine.py")
+    deterministic = True  # splits are merged in their order, nothing is atomic
 
     def complete_workload(self, given: Workload) -> dict[str, Scalar]:
         """All keys in canonical order; ValueError naming the key and what was expected."""
@@ -135,6 +136,15 @@ class MlaDecode:
         }
         for label, lengths in cases.items():
             yield label, _problem(workload, lengths, device, seed)
+
+    def edge_workloads(self, workload: Workload) -> Iterator[tuple[str, dict[str, Scalar]]]:
+        """One head; a number of rows that no tile divides, with a causal window and pages that no tile divides."""
+        small = {**self.complete_workload(workload), "batch": 3, "kv_len": 300, "lengths": "spread"}
+        groups = int(small["h_kv"])
+        yield "1 head", {**small, "heads": groups, "s_q": 1, "causal": False}
+        odd = {"heads": 7 * groups, "s_q": 2, "causal": True, "page_size": 17}
+        if odd["heads"] <= MAX_HEADS:
+            yield "7 heads, s_q=2 causal, page_size=17", {**small, **odd}
 
     def launch(self, problem: Problem, config: Config, part: str | None = None) -> Launch:
         """Bind the decode to new outputs and scratch."""

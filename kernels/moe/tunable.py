@@ -24,6 +24,8 @@ from kerneltune.kernels.tunable import Config, Cost, Launch, Params, Problem, Sc
 # mistakes cost more: a token's least choice dropped 4e-2, one of 7168 columns of K not read 4e-2 for the worst token.
 TOLERANCE = {"bf16": 8e-3, "fp16": 1e-3}
 EDGE_TOKENS = 33  # of the edge problems that are about routing: more than one block of 16 rows, and an odd count
+EDGE_EXPERTS = 8  # of the edge workloads
+EDGE_ROWS = 129  # tokens there: one row more than a block of 128
 WEIGHT_SEED = 20  # weights do not vary with a problem's seed: all problems of one model share them
 
 # DeepSeek-V3 on each GPU of eight, tensor parallel.
@@ -61,6 +63,7 @@ class MoeTunable:
     scaled_keys = ("tokens",)
     input_keys = ("routing",)
     sources = ("align.py", "grouped_gemm.py", "launch.py")
+    deterministic = True  # aligned in a fixed order, choices added in theirs, nothing is atomic
 
     def complete_workload(self, given: Workload) -> dict[str, Scalar]:
         unknown = [key for key in given if key not in DEFAULTS]
@@ -136,6 +139,22 @@ class MoeTunable:
         ids.view(-1)[::3] = -1
         ids[EDGE_TOKENS // 2] = -1
         yield "ids of -1", _problem(few, device, seed, ids)
+
+    def edge_workloads(self, workload: Workload) -> Iterator[tuple[str, dict[str, Scalar]]]:
+        """Depths of both products that no BLOCK_K divides, odd (no asynchronous copies) and even."""
+        workload = self.complete_workload(workload)
+        # Few experts, so that each gets rows enough for the tallest BLOCK_M of a search.
+        has_map = _int(workload, "global_E") > _int(workload, "E")
+        small = {
+            **workload,
+            "E": EDGE_EXPERTS,
+            "global_E": EDGE_EXPERTS * (2 if has_map else 1),
+            "top_k": min(_int(workload, "top_k"), EDGE_EXPERTS),
+            "tokens": EDGE_ROWS,
+            "routing": "uniform",
+        }
+        for K, N in ((511, 97), (520, 104)):
+            yield f"K={K} N={N}", {**small, "K": K, "N": N}
 
     def launch(self, problem: Problem, config: Config, part: str | None = None) -> Launch:
         gemms = configs.parse_config(config)

@@ -89,7 +89,7 @@ def run_poisoned(launch: Launch) -> None:
     launch.run()
 
 
-def deterministic(launch: Launch, runs: int = 3) -> str:
+def deterministic(launch: Launch, runs: int) -> str:
     """Run several times on poisoned memory: "" if all outputs are the same to the bit, else which one was not."""
     first: dict[str, torch.Tensor] = {}
     for number in range(runs):

@@ -7,13 +7,14 @@ Asynchronous: samples of a batch are enqueued without waiting in between. The fl
 enqueue a sample, so the GPU never waits for the host between the two events.
 Offset: a graph of one tiny node costs about 4 us cold (`empty_graph_us`); times are as read, the offset is told beside.
 Order: right after a matrix-bound kernel the next one is slower (up to 23 % on an H200), so finalists are timed in
-turns, in both orders, each turn after a pause. Clocks are read and never set.
+turns, in random orders and their reverses, each turn after a pause. Clocks are read and never set.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -171,22 +172,32 @@ def time_interleaved(
     rounds: int,
     samples_per_turn: int,
     pause_s: float = PAUSE_S,
+    seed: int = 0,
 ) -> list[Timing]:
-    """Time several launches in turns, every second round in the opposite order, each turn after a pause.
+    """Time several launches in turns, in the orders of `turns`, each turn after a pause.
 
     Returns:
         For each run all its samples, `rounds * samples_per_turn`, round after round.
     """
     replays = [capture(run).replay for run in runs]
     taken: list[list[float]] = [[] for _ in runs]
-    for turn in range(rounds):
-        order = range(len(runs)) if turn % 2 == 0 else reversed(range(len(runs)))
+    for order in turns(len(runs), rounds, seed):
         for number in order:
             time.sleep(pause_s)
             flush.warm(WARM_S)
             _warm_once_s(replays[number], flush)
             taken[number] += _batch_us(replays[number], flush, samples_per_turn)
     return [Timing(tuple(samples)) for samples in taken]
+
+
+def turns(count: int, rounds: int, seed: int) -> list[list[int]]:
+    """The order of each round: a random one, then its reverse, so that in every two rounds each launch follows as many
+    others as it precedes; then the next random one."""
+    draw = random.Random(seed)
+    orders: list[list[int]] = []
+    for number in range(rounds):
+        orders.append(orders[-1][::-1] if number % 2 else draw.sample(range(count), count))
+    return orders
 
 
 def empty_graph_us(flush: Flush, samples: int = 40) -> float:
@@ -203,45 +214,6 @@ def warm_clocks(seconds: float = 0.3) -> None:
         for _ in range(10):
             torch.matmul(a, a)
         torch.cuda.synchronize()
-
-
-def gpu_state(index: int = 0) -> dict[str, float]:
-    """Clocks (MHz), temperature (C) and power (W) as NVML reads them now; empty where it cannot."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:  # no library or no driver: an AMD GPU, say
-        return {}
-    readers: dict[str, Callable[[object], float]] = {
-        "sm_mhz": lambda h: pynvml.nvmlDeviceGetClockInfo(h, pynvml.NVML_CLOCK_SM),
-        "memory_mhz": lambda h: pynvml.nvmlDeviceGetClockInfo(h, pynvml.NVML_CLOCK_MEM),
-        "temperature_c": lambda h: pynvml.nvmlDeviceGetTemperature(h, pynvml.NVML_TEMPERATURE_GPU),
-        "power_w": lambda h: pynvml.nvmlDeviceGetPowerUsage(h) / 1000,
-        "power_limit_w": lambda h: pynvml.nvmlDeviceGetEnforcedPowerLimit(h) / 1000,
-    }
-    state: dict[str, float] = {}
-    try:
-        handle = _nvml_handle(index)
-        for name, read in readers.items():
-            with contextlib.suppress(pynvml.NVMLError):  # a virtual machine may not be told everything
-                state[name] = round(float(read(handle)), 1)
-    except pynvml.NVMLError:
-        pass
-    finally:
-        pynvml.nvmlShutdown()
-    return state
-
-
-def _nvml_handle(index: int) -> object:
-    """NVML's handle of torch's GPU `index`: by UUID, since CUDA_VISIBLE_DEVICES renumbers torch's."""
-    import pynvml
-
-    uuid = str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
-    if uuid:
-        with contextlib.suppress(pynvml.NVMLError):
-            return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-    return pynvml.nvmlDeviceGetHandleByIndex(index)
 
 
 def _warm_once_s(call: Run, flush: Flush) -> float:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kerneltune import compile_cache
 from kerneltune.child import Child, ChildDied, ChildStartError, ChildTimeout
 from kerneltune.errors import UserError
 
@@ -25,9 +26,14 @@ START_TIMEOUT_S = 180.0  # importing torch and triton, creating a CUDA context, 
 PREPARE_TIMEOUT_S = 300.0  # inputs and references of one workload; compiling for the edge problems is not in it
 TRIAL_TIMEOUT_S = 60.0  # one config: compile where the cache has nothing, gate, time
 CEILINGS_TIMEOUT_S = 120.0
+CONDITIONS_TIMEOUT_S = 30.0
+GONE_TIMEOUT_S = 120.0  # for a killed process to be gone
 FINAL_SAMPLES = 20  # a turn
 FINAL_ROUNDS = 4
+FINAL_LAUNCHES = 10  # of each finalist, compared bit by bit
+OUTSIDE_SIGNALS = ("SIGKILL", "SIGTERM")  # nothing that a kernel does ends a process so: somebody else did
 
+Edges = Sequence[tuple[str, "Workload"]]
 Reply = dict[str, Any]
 
 
@@ -138,30 +144,65 @@ class GpuWorker:
         rounds: int = FINAL_ROUNDS,
         samples: int = FINAL_SAMPLES,
         seed: int = 0,
+        edges: Callable[[Config], Edges] | None = None,
     ) -> list[Reply]:
-        """Gate each whole config, require the same bits again, then time those that pass in turns, in both orders.
+        """Gate each whole config, also on edge sizes, require the same bits again, then time in turns those that pass.
 
         Args:
             part: time only these launches, as in `trial`.
             samples: of one turn; a config gets `rounds * samples`.
+            seed: of the inputs, and of the order of the turns.
+            edges: the labelled workloads of `Tunable.edge_workloads` on which a config has to be right too. What a
+                process has vetted it does not vet again.
 
         Returns:
             As `trial`, in the order of `configs`.
         """
-        replies = [
-            _empty_trial() | self._on_workload("vet", {"config": _plain(config)}, workload, seed, self._trial_timeout_s)
-            for config in configs
-        ]
-        passed = [number for number, reply in enumerate(replies) if reply["outcome"] == "ok"]
-        if not passed:
-            return replies
-        request = {"part": part, "configs": [_plain(configs[n]) for n in passed], "rounds": rounds, "samples": samples}
-        timed = self._on_workload(
-            "interleave", request, workload, seed, self._trial_timeout_s + len(passed) * rounds * 2.0
-        )
-        for place, number in enumerate(passed):
-            replies[number] |= timed["timings"][place] if timed["outcome"] == "ok" else timed
+        replies = []
+        for config in configs:
+            on = [(label, dict(edge)) for label, edge in edges(config)] if edges else []
+            request = {"config": _plain(config), "edges": on, "seed": seed}
+            replies.append(_empty_trial() | self._on_workload("vet", request, workload, seed, self._trial_timeout_s))
+        self._time_in_turns(workload, part, configs, replies, rounds, samples, seed)
         return replies
+
+    def _time_in_turns(
+        self,
+        workload: Workload,
+        part: str,
+        configs: Sequence[Config],
+        replies: list[Reply],
+        rounds: int,
+        samples: int,
+        seed: int,
+    ) -> None:
+        """Add the times of those that have passed to their replies.
+
+        When the process fails under them all, each is run alone once, so that the one to blame is told from the rest.
+        """
+        alone = {"stop_above_us": None, "samples": 1, "budget_s": 1.0, "gate": False, "raw": False}
+        for attempt in range(2):
+            passed = [number for number, reply in enumerate(replies) if reply["outcome"] == "ok"]
+            if not passed:
+                return
+            chosen = [_plain(configs[n]) for n in passed]
+            request = {"part": part, "configs": chosen, "rounds": rounds, "samples": samples, "seed": seed}
+            timed = self._on_workload(
+                "interleave", request, workload, seed, self._trial_timeout_s + len(passed) * rounds * 2.0
+            )
+            if timed["outcome"] == "ok":
+                for number, timing in zip(passed, timed["timings"], strict=True):
+                    replies[number] |= timing
+                return
+            for number, config in zip(passed, chosen, strict=True):
+                if attempt == 1:
+                    replies[number] |= timed
+                    continue
+                reply = self._on_workload(
+                    "trial", alone | {"part": part, "config": config}, workload, seed, self._trial_timeout_s
+                )
+                if reply["outcome"] != "ok":
+                    replies[number] |= {"outcome": reply["outcome"], "reason": reply["reason"]}
 
     def ceilings(self) -> dict[str, Any]:
         """Measure the ceilings of the GPU: `Ceilings.to_dict()`.
@@ -174,9 +215,11 @@ class GpuWorker:
             raise UserError(f"the ceilings cannot be measured: {reply['reason']}", exit_code=3)
         return dict(reply["ceilings"])
 
-    def state(self) -> dict[str, float]:
-        """Clocks, temperature and power now; empty where they cannot be read."""
-        return dict(self._ask("state", {}, 30.0).get("state", {}))
+    def conditions(self) -> dict[str, Any]:
+        """What `measure.conditions.read` sees now, under load: clocks, throttling, other processes, the probes."""
+        if not self._child.alive:
+            self._replace()
+        return dict(self._ask("conditions", {}, CONDITIONS_TIMEOUT_S).get("conditions", {}))
 
     def close(self) -> None:
         """Kill the process."""
@@ -189,10 +232,14 @@ class GpuWorker:
         self.close()
 
     def _on_workload(self, method: str, request: Reply, workload: Workload, seed: int, timeout_s: float) -> Reply:
-        prepared = self.prepare(workload, seed)
-        if prepared["outcome"] != "ok":
-            return {"outcome": prepared["outcome"], "reason": prepared["reason"]}
-        return self._ask(method, request, timeout_s)
+        """Prepare and ask; once more if the process was killed from outside, which is not the config's doing."""
+        for _ in range(2):
+            reply = self.prepare(workload, seed)
+            if reply["outcome"] == "ok":
+                reply = self._ask(method, request, timeout_s)
+            if not (reply["outcome"] == "crashed" and any(name in reply["reason"] for name in OUTSIDE_SIGNALS)):
+                break
+        return {name: value for name, value in reply.items() if name != "prepare_s"}
 
     def _ask(self, method: str, request: Reply, timeout_s: float) -> Reply:
         """One request; whatever happens to the process becomes an outcome, and it is replaced if need be."""
@@ -215,15 +262,18 @@ class GpuWorker:
 
     def _replace(self) -> None:
         self._child.close()
+        end = time.monotonic() + GONE_TIMEOUT_S
+        while self._child.alive:  # the driver may still be busy stopping its kernel; nothing is timed beside that
+            if time.monotonic() > end:
+                raise UserError(f"the GPU process {self._child.pid} was killed but does not end; measuring stops", 1)
+            time.sleep(0.1)
         self._prepared = None
         self.restarts += 1
         self._child = self._spawn()
 
     def _spawn(self) -> Child:
-        interpret = "1" if self._device_index is None else None
-        return Child(
-            "kerneltune.measure.worker:Measurer", self._kernel, self._device_index, env={"TRITON_INTERPRET": interpret}
-        )
+        env = {"TRITON_INTERPRET": "1" if self._device_index is None else None, **compile_cache.environment()}
+        return Child("kerneltune.measure.worker:Measurer", self._kernel, self._device_index, env=env)
 
 
 class Measurer:
@@ -243,6 +293,8 @@ class Measurer:
         self._device = "cpu" if device_index is None else f"cuda:{device_index}"
         self._launch_us = 0.0
         self._cases: list[Case] = []
+        self._edge_cases: dict[str, list[Case]] = {}  # small; by workload and seed
+        self._vetted: set[str] = set()  # configs found right on an edge workload
         if kernel is not None:
             self._tunable = resolve_tunable(kernel)
         if device_index is not None:
@@ -302,14 +354,14 @@ class Measurer:
 
         described = None if self._index is None else current_device(self._index).to_dict()
         versions = devices.versions(self._index)
-        return {"device": described, "versions": versions, "launch_us": self._launch_us} | self._state()
+        return {"device": described, "versions": versions, "launch_us": self._launch_us}
 
-    def _state(self) -> Reply:
+    def _conditions(self) -> Reply:
         if self._index is None:
-            return {"state": {}}
-        from kerneltune.measure.timing import gpu_state
+            return {"conditions": {}}
+        from kerneltune.measure.conditions import read
 
-        return {"state": gpu_state(self._index)}
+        return {"conditions": read(self._index, self._flush).to_dict()}
 
     def _ceilings(self) -> Reply:
         if self._index is None:
@@ -389,8 +441,8 @@ class Measurer:
         gates.require_unchanged(self._cases)
         return replies
 
-    def _vet(self, config: Config) -> Reply:
-        """The gate, and the same bits in several launches."""
+    def _vet(self, config: Config, edges: Edges, seed: int) -> Reply:
+        """The gate, the same bits in several launches, and the gate on edge sizes."""
         from kerneltune.measure import gate as gates
 
         begin = time.perf_counter()
@@ -398,17 +450,50 @@ class Measurer:
         reply: Reply = {"launch_us": self._launch_us, "error": verdict.error}
         if not verdict.ok:
             reply |= {"outcome": "wrong", "reason": verdict.reason}
-        elif varies := gates.deterministic(self._tunable.launch(self._cases[0].problem, config)):
+        elif varies := self._varies(config):
             reply |= {"outcome": "nondeterministic", "reason": varies}
+        else:
+            reply |= self._vet_edges(config, edges, seed)
         return reply | {"gate_s": time.perf_counter() - begin}
 
-    def _interleave(self, part: str, configs: Sequence[Config], rounds: int, samples: int) -> Reply:
+    def _varies(self, config: Config) -> str:
+        from kerneltune.measure import gate as gates
+
+        if not self._tunable.deterministic:
+            return ""
+        return gates.deterministic(self._tunable.launch(self._cases[0].problem, config), FINAL_LAUNCHES)
+
+    def _vet_edges(self, config: Config, edges: Edges, seed: int) -> Reply:
+        """{} if the config is right on every edge workload, or was before in this process."""
+        from kerneltune.measure import gate as gates
+
+        for label, workload in edges:
+            size = json.dumps([dict(workload), seed], sort_keys=True)
+            pair = json.dumps([config, size], sort_keys=True)
+            if pair in self._vetted:
+                continue
+            try:
+                if size not in self._edge_cases:
+                    self._edge_cases[size] = gates.make_cases(self._tunable, workload, self._device, seed)
+                verdict = gates.check(self._tunable, self._edge_cases[size], config)
+                self._synchronize()
+            except gates.MemoryChanged as error:
+                raise gates.MemoryChanged(f"{label}: {error}") from None
+            except Exception as error:
+                reply = self._failure(error)
+                return reply | {"reason": f"{label}: {reply['reason']}"}
+            if not verdict.ok:
+                return {"outcome": "wrong", "reason": f"{label}: {verdict.reason}", "error": verdict.error}
+            self._vetted.add(pair)
+        return {}
+
+    def _interleave(self, part: str, configs: Sequence[Config], rounds: int, samples: int, seed: int) -> Reply:
         from kerneltune.measure.timing import time_interleaved
 
         begin = time.perf_counter()
         launches = [self._launches(config, part) for config in configs]
         timings = time_interleaved(
-            [timed.run for _, timed in launches], flush=self._flush, rounds=rounds, samples_per_turn=samples
+            [timed.run for _, timed in launches], flush=self._flush, rounds=rounds, samples_per_turn=samples, seed=seed
         )
         after = self._after_timing(
             [whole for whole, _ in launches], any(timed is not whole for whole, timed in launches)
@@ -418,7 +503,7 @@ class Measurer:
         return {"timings": [_timing_reply(timing) | wrong | {"timing_s": share_s} for timing, wrong in pairs]}
 
 
-NO_TIMES: Reply = {"time_us": None, "p20_us": None, "p80_us": None, "samples": 0}
+NO_TIMES: Reply = {"time_us": None, "p20_us": None, "p80_us": None, "samples": 0, "freaks": 0}
 
 
 def _empty_trial() -> Reply:
@@ -426,11 +511,14 @@ def _empty_trial() -> Reply:
 
 
 def _timing_reply(timing: Timing) -> Reply:
+    from kerneltune.measure.conditions import freaks
+
     return {
         "time_us": timing.time_us,
         "p20_us": timing.p20_us,
         "p80_us": timing.p80_us,
         "samples": len(timing.samples_us),
+        "freaks": freaks(timing.samples_us),
     }
 
 

@@ -72,6 +72,7 @@ class Failure:
     rule: str  # the reason with its numbers taken out
     count: int
     example: str
+    shape: str = ""  # of the example
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,28 @@ class Provenance:
 
 
 @dataclass(frozen=True)
+class Doubt:
+    """What the GPU did around the trials of one workload that makes their times doubtful."""
+
+    kernel: str
+    device: str
+    shape: str
+    warnings: tuple[str, ...]
+    date: str
+
+
+@dataclass(frozen=True)
+class Search:
+    """One search that measured: where its seconds went, by tuning.seconds.KINDS."""
+
+    kernel: str
+    device: str
+    measured: int
+    seconds: dict[str, float]
+    date: str
+
+
+@dataclass(frozen=True)
 class Report:
     """Everything that is known about some folders."""
 
@@ -105,6 +128,8 @@ class Report:
     provenance: tuple[Provenance, ...]
     trials: int
     warnings: tuple[str, ...]
+    doubts: tuple[Doubt, ...] = ()
+    searches: tuple[Search, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ FIGURES = (*TIMES, "gbps", "tflops", "roofline", "bound", "inputs", "composed", 
 
 
 def to_json(report: Report) -> str:
-    """One object: rows, geomean gain by kernel, unfinished, failures, ceilings, provenance, warnings."""
+    """One object: rows, geomean gain by kernel, unfinished, failures, ceilings, provenance, warnings, doubts
+    about times, and where the seconds of each search went."""
     kernels = dict.fromkeys(row.kernel for row in report.rows)
     gains = {kernel: [row for row in report.rows if row.kernel == kernel and row.gain] for kernel in kernels}
     data = {
@@ -35,6 +36,8 @@ def to_json(report: Report) -> str:
         "ceilings": list(report.ceilings),
         "provenance": [asdict(source) | {"versions": dict(source.versions)} for source in report.provenance],
         "warnings": list(report.warnings),
+        "doubts": [asdict(doubt) for doubt in report.doubts],
+        "searches": [asdict(search) for search in report.searches],
     }
     return json.dumps(data, indent=1) + "\n"
 

@@ -16,14 +16,16 @@ import msgspec
 
 from kerneltune.errors import UserError
 from kerneltune.kernels.table_format import KEYS, scaled_text, table_workload
-from kerneltune.records import Session, Trial, read_folder
+from kerneltune.records import Conditions, Session, Trial, read_folder, read_notes
 from kerneltune.report.data import (
     SCALED_KEYS,
     Curve,
+    Doubt,
     Failure,
     Provenance,
     Report,
     Row,
+    Search,
     Unfinished,
     canonical,
     exact_sizes,
@@ -100,6 +102,8 @@ def read_report(folders: Sequence[Path], kernel: str | None = None) -> Report:
     ceilings: dict[tuple[str, str], dict[str, Any]] = {}
     provenance: dict[Provenance, Provenance] = {}
     warnings: list[str] = []
+    doubts: dict[tuple[str, str, str], Doubt] = {}
+    searches: list[Search] = []
     count = 0
     for folder in folders:
         sessions, trials = _read_records(folder, kernel)
@@ -114,6 +118,11 @@ def read_report(folders: Sequence[Path], kernel: str | None = None) -> Report:
             for entry in table.entries
             if entry.measured.time_us  # an imported entry has none
         }
+        for note in _read_notes(folder, sessions):
+            if isinstance(note, Search):
+                searches.append(note)
+            else:  # the last time that a workload was measured counts
+                doubts[note.kernel, note.device, note.shape] = note
         rows |= from_records
         rows |= {key: _with_records(row, from_records.get(key)) for key, row in from_tables.items()}
         unfinished += [_unfinished(key, found) for key, found in by_key.items() if key not in rows]
@@ -139,6 +148,8 @@ def read_report(folders: Sequence[Path], kernel: str | None = None) -> Report:
         provenance=tuple(provenance.values()),
         trials=count,
         warnings=tuple(warnings),
+        doubts=tuple(doubt for doubt in doubts.values() if doubt.warnings),
+        searches=tuple(searches),
     )
 
 
@@ -183,6 +194,21 @@ def _as_in_tables(kernel: str, trial: Trial) -> Trial:
     if kernel not in KEYS:
         return trial
     return msgspec.structs.replace(trial, workload=table_workload(kernel, trial.workload))
+
+
+def _read_notes(folder: Path, sessions: Mapping[str, Session]) -> list[Doubt | Search]:
+    """What the records of a folder tell of these sessions besides trials, in file order."""
+    found: list[Doubt | Search] = []
+    for note in read_notes(folder):
+        if (session := sessions.get(note.session)) is None:
+            continue
+        device = str(session.device.get("name", ""))
+        if isinstance(note, Conditions):
+            shape = format_workload(session.kernel, note.workload)
+            found.append(Doubt(session.kernel, device, shape, tuple(note.warnings), note.date))
+        else:
+            found.append(Search(session.kernel, device, note.measured, note.seconds, note.date))
+    return found
 
 
 def _read_tables(folder: Path, warnings: list[str]) -> list[_Table]:
@@ -294,13 +320,13 @@ def _unfinished(key: tuple[str, str, str], trials: list[Trial]) -> Unfinished:
 
 def _failures(failed: list[tuple[str, Trial]]) -> tuple[Failure, ...]:
     counts: Counter[tuple[str, str, str]] = Counter()
-    examples: dict[tuple[str, str, str], str] = {}
+    examples: dict[tuple[str, str, str], tuple[str, str]] = {}
     for kernel, trial in failed:
         reason = trial.reason.strip().splitlines()[0] if trial.reason.strip() else "no reason given"
         key = (kernel, trial.outcome, re.sub(r"\d+(\.\d+)?(e-?\d+)?", "N", reason.split(":")[0]))
         counts[key] += 1
-        examples.setdefault(key, reason)
-    return tuple(Failure(*key, count, examples[key]) for key, count in counts.most_common())
+        examples.setdefault(key, (reason, format_workload(kernel, trial.workload)))
+    return tuple(Failure(*key, count, *examples[key]) for key, count in counts.most_common())
 
 
 def _session_provenance(session: Session) -> Provenance:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from kerneltune.report.data import Failure, Provenance, Report, Row, count_configs, geomean
 from kerneltune.report.load import find_folders, read_report
+from kerneltune.tuning.seconds import seconds_text
 
 UNWRAPPED = 100_000  # columns of a console that never breaks a line
 HEADERS = ("shape", "default us", "tuned us (p20-p80)", "gain", "loss", "GB/s", "TFLOPS", "% of roof", "bound")
@@ -59,9 +60,11 @@ def summary(report: Report) -> list[tuple[str, str]]:
         lines += _gains(kernel, [row for row in report.rows if row.kernel == kernel])
         lines += _table_size(kernel, [row for row in report.rows if row.kernel == kernel])
     lines += [("unfinished", f"{u.kernel} {u.shape}: {_progress(u.tried, u.best_us)}") for u in report.unfinished]
+    lines += [("warning", f"{d.kernel} {d.shape}: {warning}") for d in report.doubts for warning in d.warnings]
     lines += [("failed", failure_text(failure)) for failure in report.failures]
     lines += [("ceilings", ceilings_text(ceilings)) for ceilings in report.ceilings]
     lines += [("measured", provenance_text(source)) for source in report.provenance]
+    lines += [("seconds", f"{s.kernel}, {s.measured} measured in {seconds_text(s.seconds)}") for s in report.searches]
     if launches := sorted({row.launch_us for row in report.rows if row.launch_us}):
         told = " to ".join(f"{launch:.1f}" for launch in dict.fromkeys((launches[0], launches[-1])))
         lines.append(
@@ -85,8 +88,9 @@ def number(value: float | None) -> str:
 
 
 def failure_text(failure: Failure) -> str:
-    """One line: how many, in which way, and the first one's own words."""
-    return f"{failure.kernel}: {failure.count} {failure.outcome.replace('_', ' ')} ({failure.example})"
+    """One line: how many, in which way, and the first one's own words and shape."""
+    where = f"; {failure.shape}" if failure.shape else ""
+    return f"{failure.kernel}: {failure.count} {failure.outcome.replace('_', ' ')} ({failure.example}{where})"
 
 
 def ceilings_text(ceilings: dict) -> str:

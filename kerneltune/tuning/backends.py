@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kerneltune import compile_cache
 from kerneltune.errors import NO_GPU, UserError
 from kerneltune.recordings import MEASURED, RESOURCES, Recording, canonical, point_key
 from kerneltune.roofline.model import Ceilings
+from kerneltune.tuning.seconds import Seconds
 
 if TYPE_CHECKING:
     from kerneltune.kernels.device import Device
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
 Workload = Mapping[str, Any]
 FINAL_ROUNDS = 3
 FINAL_SAMPLES = 16  # a turn; 48 samples a finalist in all
+PRUNE_EVERY_S = 300.0  # of the compile cache, between workloads: it takes up to a second
+PAUSE_S = 0.25  # before each turn; measure.timing.PAUSE_S, which cannot be imported without torch
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,8 @@ class Backend(Protocol):
     source: str  # "live" or "replay:..."
     kernel_hash: str
     versions: dict[str, str]
+    varying_keys: tuple[str, ...]  # workload keys across which a failure holds; (): every workload answers for itself
+    seconds: Seconds  # where the time goes; the search adds what its sampler takes
 
     def points(self, workload: Workload, part: str) -> list[dict[str, Any]]: ...
 
@@ -73,11 +80,17 @@ class Backend(Protocol):
         """None, or why a whole config of another workload cannot be timed on this one."""
         ...
 
+    def conditions(self) -> dict[str, Any]:
+        """A snapshot of the GPU now, as `measure.conditions.Snapshot.to_dict`; {} where nothing is measured."""
+        ...
+
     def close(self) -> None: ...
 
 
 class ReplayBackend:
     """Answers from recordings; needs neither a GPU nor the kernel."""
+
+    varying_keys: tuple[str, ...] = ()
 
     def __init__(self, recordings: Sequence[Recording], space: Space | None = None) -> None:
         """`recordings`: one kernel, one device, one a workload; `space` leaves only its points and the default.
@@ -90,6 +103,7 @@ class ReplayBackend:
         self.device, self.ceilings = first.device, first.ceilings
         self.source = "replay:" + "+".join(sorted(recording.id for recording in recordings))
         self.kernel_hash, self.versions = first.kernel_hash, first.versions
+        self.seconds = Seconds()
         self._space = space
         self._recordings = {canonical(recording.workload): recording for recording in recordings}
         self._points = {
@@ -193,6 +207,9 @@ class ReplayBackend:
             "composed": True,
         }
 
+    def conditions(self) -> dict[str, Any]:
+        return {}
+
     def close(self) -> None:
         return None
 
@@ -220,8 +237,12 @@ class LiveBackend:
         self._tunable: Tunable = load_tunable(kernel)
         self.parts, self.shared = tuple(self._tunable.parts), tuple(self._tunable.shared)
         self.kernel_hash = kernel_hash(self._tunable)
+        self.varying_keys = (*self._tunable.scaled_keys, *self._tunable.input_keys)
+        compile_cache.prune()
+        self._pruned = time.monotonic()
         self._pool = CompilePool(kernel, self._device)
         self._worker = GpuWorker(kernel, device_index)
+        self.seconds = Seconds()
         self.versions = dict(self._worker.start()["versions"])
         known = ceilings.cached(found.name, self.versions)
         if known is None:
@@ -266,7 +287,8 @@ class LiveBackend:
         self, workload: Workload, part: str, params: Mapping[str, Any], stop_above_us: float | None
     ) -> dict[str, Any]:
         self.prepare(workload, part, params)
-        compiled = self._pool.result(self._key(workload, part, params))
+        with self.seconds.of("compile wait"):
+            compiled = self._pool.result(self._key(workload, part, params))
         resources = {
             "registers": compiled.registers,
             "spills": compiled.spills,
@@ -276,14 +298,34 @@ class LiveBackend:
         if compiled.outcome != "ok":
             return {"outcome": compiled.outcome, "reason": compiled.reason} | resources
         config = self._whole(workload, part, params)
-        return self._worker.trial(workload, part, config, stop_above_us=stop_above_us, seed=self._seed) | resources
+        begin = time.monotonic()
+        figures = self._worker.trial(workload, part, config, stop_above_us=stop_above_us, seed=self._seed)
+        self.seconds.add("timing", figures["timing_s"])
+        self.seconds.add("gate", time.monotonic() - begin - figures["timing_s"])
+        return figures | resources
 
     def finals(
         self, workload: Workload, configs: Sequence[Mapping[str, Any]], part: str = "", rounds: int = FINAL_ROUNDS
     ) -> list[dict[str, Any]]:
         whole = [self._whole(workload, part, config) if part else dict(config) for config in configs]
-        self._await_compiles(workload, whole)
-        return self._worker.finals(workload, whole, part=part, rounds=rounds, samples=FINAL_SAMPLES, seed=self._seed)
+        with self.seconds.of("compile wait"):
+            self._await_compiles(workload, whole)
+            edges = {} if part else self._edges(workload, whole)  # one part is only timed again: it was whole before
+        begin = time.monotonic()
+        figures = self._worker.finals(
+            workload,
+            whole,
+            part=part,
+            rounds=rounds,
+            samples=FINAL_SAMPLES,
+            seed=self._seed,
+            edges=lambda config: edges.get(canonical(config), []),
+        )
+        took = time.monotonic() - begin
+        paused = min(rounds * PAUSE_S * sum(reply["samples"] > 0 for reply in figures), took)
+        self.seconds.add("pauses", paused)
+        self.seconds.add("finals", took - paused)
+        return figures
 
     def why_not(self, workload: Workload, config: Mapping[str, Any]) -> str | None:
         from kerneltune.kernels.tunable import part_params
@@ -294,9 +336,44 @@ class LiveBackend:
         )
         return next((reason for reason in reasons if reason is not None), None)
 
+    def conditions(self) -> dict[str, Any]:
+        if time.monotonic() - self._pruned > PRUNE_EVERY_S:
+            self._pruned = time.monotonic()
+            compile_cache.prune()
+        return self._worker.conditions()
+
+    def _edges(
+        self, workload: Workload, configs: Sequence[Mapping[str, Any]]
+    ) -> dict[str, list[tuple[str, dict[str, Any]]]]:
+        """For each whole config the edge workloads on which it can run and compiles: all compile side by side.
+
+        What cannot run there says nothing of the workload that is tuned, so it is left out.
+        """
+        from kerneltune.kernels.tunable import part_params
+
+        valid: dict[str, list[tuple[str, dict[str, Any]]]] = {canonical(config): [] for config in configs}
+        for config in configs:
+            for label, edge in self._tunable.edge_workloads(workload):
+                rules = (
+                    self._tunable.is_valid(part, part_params(self._tunable, config, part), edge, self._device)
+                    for part in self.parts
+                )
+                if not any(rules):
+                    valid[canonical(config)].append((label, edge))
+                    self._pool.submit(self._key(edge, "", config), "", config, edge)
+        return {
+            canonical(config): [
+                (label, edge)
+                for label, edge in valid[canonical(config)]
+                if self._pool.result(self._key(edge, "", config)).outcome == "ok"
+            ]
+            for config in configs
+        }
+
     def close(self) -> None:
         self._pool.close()
         self._worker.close()
+        compile_cache.prune()
 
     def _await_compiles(self, workload: Workload, configs: Sequence[Mapping[str, Any]]) -> None:
         """Have every kernel in Triton's cache, so that the measuring process compiles none beside a timing."""

@@ -115,7 +115,7 @@ def _every_point(
     for index, params in enumerate(points):
         if len(waiting) == AHEAD:
             finish_oldest()
-        if log.known(workload, part, params, "record") is None:
+        if not log.need_not_measure(workload, part, params, "record"):
             backend.prepare(workload, part, params)
         waiting.append((index, params))
     while waiting:

@@ -18,10 +18,12 @@ from typing import Any, Protocol
 
 from kerneltune.kernels.table_format import table_workload
 from kerneltune.recordings import canonical
-from kerneltune.records import RecordWriter, Session, Trial, read_lines
+from kerneltune.records import Conditions, RecordWriter, Session, Summary, Trial, read_lines
 from kerneltune.tuning import finalists, ladder, matrix
 from kerneltune.tuning.backends import FINAL_ROUNDS, Backend, Work
+from kerneltune.tuning.failures import Failures
 from kerneltune.tuning.samplers import PointStudy
+from kerneltune.tuning.seconds import seconds_text
 
 LOOK_AHEAD = 8  # compiles under way while one trial is measured; constant, so that a resumed search asks the same
 STOP_ABOVE = 1.25  # a config this much slower than the best so far is dropped after a few samples
@@ -101,7 +103,8 @@ class Log:
         path = options.out / "records" / f"{backend.kernel}.jsonl"
         self._writer = RecordWriter(path)
         self._known: dict[str, Trial] = {}
-        self.measured = self.remembered = 0
+        self.failures = Failures(backend.varying_keys)
+        self.measured = self.remembered = self.samples = self.freaks = 0
         sound: set[str] = set()
         for line in read_lines(path):
             if isinstance(line, Session):
@@ -109,6 +112,7 @@ class Log:
                     sound.add(line.id)
             elif line.session in sound:
                 self._known.setdefault(_key(line.workload, line.part, line.config, line.stage), line)
+                self.failures.add(line)
         self._announced = False
 
     def known(self, workload: Mapping[str, Any], part: str, config: Mapping[str, Any], stage: str) -> Trial | None:
@@ -122,6 +126,18 @@ class Log:
             self._announced = True
         self._writer.append(trial)
         self._known[_key(trial.workload, trial.part, trial.config, trial.stage)] = trial
+        self.failures.add(trial)
+        self.samples += trial.samples
+        self.freaks += trial.freaks
+
+    def note(self, line: Conditions | Summary) -> None:
+        """Something about trials that are on the disk."""
+        self._writer.append(line)
+
+    def need_not_measure(self, workload: Mapping[str, Any], part: str, config: Mapping[str, Any], stage: str) -> bool:
+        """Whether this very measurement is recorded, or the config is known to fail: nothing to compile then."""
+        recorded = self.known(workload, part, config, stage) is not None
+        return recorded or self.failures.recall(workload, part, config) is not None
 
     def close(self) -> None:
         self._writer.close()
@@ -152,7 +168,10 @@ def run(backend: Backend, workloads: Sequence[Mapping[str, Any]], options: Optio
     progress.begin(ordered, options.trials)
     try:
         for position, workload in enumerate(ordered):
+            watch = _Watch(backend, log, workload)
             decision = _tune(backend, workload, position, len(ordered), done, log, clock, options, progress)
+            for warning in watch.end():
+                progress.note(f"warning: {warning}")
             decisions.append((workload, decision))
             progress.decided(workload, decision)
             if decision is not None:
@@ -173,6 +192,10 @@ def run(backend: Backend, workloads: Sequence[Mapping[str, Any]], options: Optio
                 _provenance(log.session),
                 [served_entry(backend.kernel, each) for each in served],
             )
+        if backend.source == "live" and log.measured:
+            split = backend.seconds.split()
+            log.note(Summary(session=log.session.id, seconds=_rounded(split), measured=log.measured, date=_now()))
+            progress.note(f"seconds: {seconds_text(split)}")
     finally:
         log.close()
     live = backend.source == "live"
@@ -265,7 +288,8 @@ def _search_part(
         trial, remembered = recall_or_measure(backend, log, work, workload, part, params, "search", index, stop)
         clock.spend(trial)
         trials.append(trial)
-        study.tell(point, trial.time_us if trial.outcome == "ok" else None)
+        with backend.seconds.of("sampler"):
+            study.tell(point, trial.time_us if trial.outcome == "ok" else None)
         if trial.outcome == "ok" and (best is None or (trial.time_us or 0) < (best.time_us or 0)):
             best = trial
         progress.trial(trial, best.time_us if best else None, best.roofline if best else None, remembered)
@@ -275,10 +299,14 @@ def _search_part(
             finish_oldest()
         if deadline is not None and clock.now() > deadline and index > 0:
             break
-        point = study.ask()
+        with backend.seconds.of("sampler"):
+            point = study.ask()
         if point is None:
+            progress.note(
+                f"{part}: all {len(study.points)} feasible configs are tried, fewer than the {options.trials} asked"
+            )
             break
-        if log.known(workload, part, study.points[point], "search") is None:
+        if not log.need_not_measure(workload, part, study.points[point], "search"):
             backend.prepare(workload, part, study.points[point])
         pending.append((index, point))
     while pending:
@@ -302,7 +330,7 @@ def recall_or_measure(
     if known is not None:
         log.remembered += 1
         return known, True
-    figures = backend.measure(workload, part, params, stop_above_us)
+    figures = log.failures.recall(workload, part, params) or backend.measure(workload, part, params, stop_above_us)
     trial = make_trial(log.session, backend, work, workload, part, params, stage, index, figures)
     log.add(trial)
     log.measured += 1
@@ -321,9 +349,13 @@ def time_finals(
 ) -> list[Trial]:
     """Time configs in turns, those already recorded left out; the first is the incumbent. One trial each, in order."""
     missing = [config for config in configs if log.known(workload, part, config, stage) is None]
+    failed = {canonical(c): _failed_before(backend, log, workload, part, c) for c in missing}
+    sound = [config for config in missing if failed[canonical(config)] is None]
+    measured = dict(zip(map(canonical, sound), backend.finals(workload, sound, part, rounds) if sound else [], strict=True))
     if missing:
         work = backend.work(workload, part)
-        for figures, config in zip(backend.finals(workload, missing, part, rounds), missing, strict=True):
+        for config in missing:
+            figures = failed[canonical(config)] or measured[canonical(config)]
             if stage == "final" and finalists.same_config(config, configs[0]):
                 figures = {"reason": "default"} | {k: v for k, v in figures.items() if k != "reason" or v}
             index = next(i for i, other in enumerate(configs) if finalists.same_config(config, other))
@@ -336,6 +368,16 @@ def time_finals(
         if clock is not None:
             clock.spend(trial)
     return trials
+
+
+def _failed_before(
+    backend: Backend, log: Log, workload: Mapping[str, Any], part: str, config: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """The figures of a config of which some part is known to fail; None: it has to be measured."""
+    if part or len(backend.parts) == 1:
+        return log.failures.recall(workload, part or backend.parts[0], config)
+    found = (log.failures.recall(workload, name, config[name]) for name in backend.parts)
+    return next((figures for figures in found if figures is not None), None)
 
 
 def make_trial(
@@ -422,6 +464,38 @@ def _entry(
     return {"workload": known, "config": dict(winner.config), "measured": measured, "loss": dict(loss)}
 
 
+class _Watch:
+    """The GPU around the trials of one workload."""
+
+    def __init__(self, backend: Backend, log: Log, workload: Mapping[str, Any]) -> None:
+        self._backend, self._log, self._workload = backend, log, workload
+        self._before = backend.conditions()
+        self._count = log.measured, log.samples, log.freaks
+
+    def end(self) -> list[str]:
+        """Onto the disk, with what is doubtful; [] if the workload's trials were all in the records."""
+        from kerneltune.measure.conditions import Snapshot, warnings
+
+        measured, samples, freaks = self._count
+        if not self._before or self._log.measured == measured:
+            return []
+        after, samples, freaks = self._backend.conditions(), self._log.samples - samples, self._log.freaks - freaks
+        found = warnings(Snapshot.from_dict(self._before), Snapshot.from_dict(after), freaks, samples)
+        self._log.note(
+            Conditions(
+                session=self._log.session.id,
+                workload=dict(self._workload),
+                before=self._before,
+                after=after,
+                freaks=freaks,
+                samples=samples,
+                warnings=found,
+                date=_now(),
+            )
+        )
+        return found
+
+
 class _Clock:
     """Seconds spent: the wall's when measuring, the recorded ones in a replay, so that a replay repeats itself."""
 
@@ -490,6 +564,10 @@ def _key(workload: Mapping[str, Any], part: str, config: Mapping[str, Any], stag
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _rounded(split: Mapping[str, float]) -> dict[str, float]:
+    return {kind: round(seconds, 3) for kind, seconds in split.items()}
 
 
 def _round(value: float | None, digits: int) -> float | None:

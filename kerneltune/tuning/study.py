@@ -52,7 +52,7 @@ class WorkloadStudy:
         self._asked = dict.fromkeys(self.parts, 0)
 
     def ask(self, limit: int | None = None) -> tuple[str, int] | None:
-        """The next part and the number of its point; None when no part has an open point, or fewer than `limit` asked."""
+        """The next part and its point; None when each part has no open point left, or has been asked `limit` times."""
         for _ in self.parts:
             part = next(self._turns)
             if limit is not None and self._asked[part] >= limit:
@@ -78,7 +78,7 @@ class WorkloadStudy:
         return self._asked[part]
 
     def chance(self, at_least: float) -> float:
-        """The chance that the next trial makes the whole faster by this much (0.01: 1 %); 1 if the sampler can't tell."""
+        """The chance that the next trial makes the whole faster by this much (0.01: 1 %); 1 where none can tell."""
         chances = []
         for part, study in self._studies.items():
             if not isinstance(study.sampler, SurrogateSampler):

@@ -82,9 +82,9 @@ def test_the_parts_of_an_operation_are_judged_as_a_whole(device: str) -> None:
 def test_determinism_is_to_the_bit(device: str) -> None:
     workload = WORKLOAD | {"dtype": "fp32"}
     problem = TOY.make_problem(workload, device)
-    assert gate.deterministic(TOY.launch(problem, config())) == ""
+    assert gate.deterministic(TOY.launch(problem, config()), 10) == ""
     assert gate.check(TOY, [gate.make_case(TOY, problem)], config("flaky")).ok  # right, but not the same twice
-    assert gate.deterministic(TOY.launch(problem, config("flaky"))).startswith("out differs between two launches")
+    assert gate.deterministic(TOY.launch(problem, config("flaky")), 10).startswith("out differs between two launches")
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,17 @@ DEFECTS = (
     "compile_abort",
     "compile_hang",
     "compile_raise",
+    "compile_sleep",  # takes a second, then is right
     "host_exit",
     "host_hang",
     "host_raise",
+    "host_kill",  # the process sends itself SIGKILL
+    "host_sleep",  # takes a second to be launched, then is right
+    "returns_at_once",  # launches nothing
+    "edge_511",  # wrong for k = 511 only
+    "raise_511",
+    "out_of_memory",
+    "absent_blocks",  # leaves the last rows of an odd number alone, as a kernel of BLOCK_M = 2 without a mask would
     "flaky",  # each launch differs in the last bits of fp32
 )
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -67,6 +75,8 @@ def dot_rows(
     if DEFECT == "big_shared":
         tile = tl.load(x_ptr + tl.arange(0, 128)[:, None] * stride_x + tl.arange(0, 1024)[None, :])  # [128, 1024]
         total += tl.sum(tl.dot(tile, tl.trans(tile)))
+    if DEFECT == "edge_511" and k == 511:
+        total += 100.0
     if DEFECT == "flaky":
         total += tl.atomic_add(nonce_ptr, 1.0) * 1e-5
     if DEFECT == "writes_input":
@@ -79,6 +89,8 @@ def dot_rows(
             pass
     if DEFECT == "untouched":
         tl.store(out_ptr + row, total, mask=row < rows - 1)
+    elif DEFECT == "absent_blocks":
+        tl.store(out_ptr + row, total, mask=row < rows // 2 * 2)
     else:
         tl.store(out_ptr + row, total)
 
@@ -93,6 +105,7 @@ class Toy:
     scaled_keys = ("rows",)
     input_keys = ()
     sources = ("toy.py",)
+    deterministic = True
 
     def complete_workload(self, given: Workload) -> dict[str, Scalar]:
         return {"k": 96, "dtype": "fp16", "rows": 8, **given}
@@ -121,10 +134,15 @@ class Toy:
         for rows, k in ((1, 1), (3, 95)):
             yield f"rows={rows} k={k}", self.make_problem(dict(workload) | {"rows": rows, "k": k}, device, seed)
 
+    def edge_workloads(self, workload: Workload) -> Iterator[tuple[str, dict[str, Scalar]]]:
+        yield "k=511", {"k": 511, "dtype": workload["dtype"], "rows": 5}
+
     def launch(self, problem: Problem, config: Config, part: str | None = None) -> Launch:
         x, w = problem.inputs["x"], problem.inputs["w"]
         defect, meta = str(config["defect"]), x.device.type == "meta"
         _host_defect(defect, meta)
+        if defect == "raise_511" and x.shape[1] == 511 and not meta:
+            raise RuntimeError("made to fail")
         out = torch.empty(x.shape[0], dtype=x.dtype, device=x.device)
         nonce = problem.extra.get("nonce")
         if nonce is None:
@@ -136,7 +154,8 @@ class Toy:
             "num_warps": config["num_warps"],
         }
         args = (x, w, out, nonce, x.shape[0], x.shape[1], x.stride(0))
-        return Launch([KernelCall(dot_rows, (x.shape[0],), args, options)], {"out": out})
+        calls = [KernelCall(dot_rows, (x.shape[0],), args, options)]
+        return Launch([] if defect == "returns_at_once" and not meta else calls, {"out": out})
 
     def reference(self, problem: Problem) -> dict[str, torch.Tensor]:
         return {"out": problem.inputs["x"].double() @ problem.inputs["w"].double()}
@@ -162,17 +181,53 @@ def _host_defect(defect: str, meta: bool) -> None:
         os.kill(os.getpid(), signal.SIGABRT)
     if meta and defect == "compile_hang":
         time.sleep(600)
+    if meta and defect == "compile_sleep":
+        time.sleep(1.0)
     if meta and defect == "compile_raise":
         raise RuntimeError("PassManager::run failed\nsecond line")
     if not meta and defect == "host_exit":
         os._exit(7)
     if not meta and defect == "host_hang":
         time.sleep(600)
+    if not meta and defect == "host_kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if not meta and defect == "host_sleep":
+        time.sleep(1.0)
+    if not meta and defect == "out_of_memory":
+        torch.empty(1 << 50, dtype=torch.uint8, device="cuda" if torch.cuda.is_available() else "cpu")
     if not meta and defect == "host_raise":
         raise RuntimeError("made to fail")
 
 
 TOY: Any = Toy()
+
+
+class LooseToy(Toy):
+    """Declares that it reduces in no fixed order."""
+
+    name = "loose-toy"
+    deterministic = False
+
+
+LOOSE: Any = LooseToy()
+
+
+class EmptyToy(Toy):
+    """Compiles to nothing, at once, or fails: for thousands of jobs."""
+
+    name = "empty-toy"
+
+    def edge_problems(
+        self, workload: Workload, device: torch.device | str, seed: int = 0
+    ) -> Iterator[tuple[str, Problem]]:
+        return iter(())
+
+    def launch(self, problem: Problem, config: Config, part: str | None = None) -> Launch:
+        _host_defect(str(config["defect"]), problem.inputs["x"].is_meta)
+        return Launch([], {})
+
+
+EMPTY: Any = EmptyToy()
 
 
 class TwoToys(Toy):
