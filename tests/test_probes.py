@@ -26,8 +26,10 @@ from kerneltune.records import Trial, read_folder
 from kerneltune.report.text import render
 from kerneltune.space import Space
 from kerneltune.tuning.backends import ReplayBackend
+from kerneltune.tuning.options import Options
+from kerneltune.tuning.progress import Silent
 from kerneltune.tuning.samplers import SAMPLERS
-from kerneltune.tuning.session import Options, Result, Silent, run
+from kerneltune.tuning.session import Result, run
 
 ROOT = Path(__file__).parents[1]
 
@@ -224,6 +226,19 @@ def test_3_fast_but_wrong_never_gets_into_a_table(tmp_path: Path, entries: list[
     assert f"rows={rows}" in report
 
 
+def test_3_a_finalist_that_is_wrong_on_an_edge_size_does_not_win(tmp_path: Path, entries: list[Any]) -> None:
+    """Nothing that needs no other compile shows it, so its search trial is fine."""
+    points = [CLEAN[0], faulty("edge_511"), faulty("edge_hang")]
+    _, backend = live(tmp_path, points, trial_timeout_s=8)
+    assert [t.outcome for t in search_trials(tmp_path)] == ["ok"] * 3
+    finals = {t.config["defect"]: t for t in read_folder(tmp_path)[1] if t.stage == "final"}
+    assert finals["edge_511"].outcome == "wrong"
+    assert finals["edge_511"].reason.startswith("k=511: row ")
+    assert finals["edge_hang"].outcome == "timed_out"
+    assert backend.worker.survivors == []
+    assert entries[0]["config"] == CLEAN[0]
+
+
 # 4. Killed and resumed
 
 RUN = """
@@ -231,7 +246,9 @@ import os, signal, sys
 from pathlib import Path
 from proto import proto_recordings
 from kerneltune.tuning.backends import ReplayBackend
-from kerneltune.tuning.session import Options, Silent, run
+from kerneltune.tuning.options import Options
+from kerneltune.tuning.progress import Silent
+from kerneltune.tuning.session import run
 
 class Killed(Silent):
     left = int(sys.argv[2])

@@ -31,6 +31,6 @@ def test_a_constant_counts() -> None:
 
 def test_the_text_is_the_code_itself() -> None:
     assert code_only(SOURCE) == (
-        'import triton\nLIMIT = 64\n@triton.jit\ndef kernel(x):\n'
+        "import triton\nLIMIT = 64\n@triton.jit\ndef kernel(x):\n"
         '    text = f"a{x!r}b"\n    return "# kept", text, LIMIT'
     )

@@ -20,7 +20,9 @@ from kerneltune.records import read_folder
 from kerneltune.registry import KERNELS, load_tunable
 from kerneltune.roofline.model import Ceilings
 from kerneltune.tuning.backends import ReplayBackend
-from kerneltune.tuning.session import Options, Silent, run
+from kerneltune.tuning.options import Options
+from kerneltune.tuning.progress import Silent
+from kerneltune.tuning.session import run
 
 RESULTS = Path(__file__).parents[1] / "results"
 TABLES = tables.shipped_tables()

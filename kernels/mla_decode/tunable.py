@@ -9,6 +9,7 @@ mean of V, tilted towards q, is what a wrong kernel approaches too.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 

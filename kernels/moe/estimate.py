@@ -1,4 +1,4 @@
-"""How long one grouped GEMM of the fused MoE should take: occupancy, latency, bandwidth and matrix rate of its tiles."""
+"""How long one grouped GEMM of the fused MoE should take: occupancy, latency, bandwidth, matrix rate of its tiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Live progress of a search on stderr: a bar on a terminal, a plain line for each workload and part elsewhere."""
+"""Live progress of a search on stderr: a bar on a terminal, a plain line for each workload elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ConsoleProgress:
-    """Says which workload and part is under way, how many trials, the best so far, its roofline share and the rest."""
+    """Says which workload is under way, how many trials, the best so far, its roofline share and the rest."""
 
     def __init__(self, kernel: str) -> None:
         self._kernel = kernel
@@ -26,11 +26,10 @@ class ConsoleProgress:
         self._label = ""
         self._bar: Bar | None = None
 
-    def begin(self, workloads: Sequence[Mapping[str, Any]], trials: int) -> None:
+    def begin(self, workloads: Sequence[Mapping[str, Any]]) -> None:
         """Announce the whole."""
-        self._count, self._trials = len(workloads), trials
+        self._count = len(workloads)
         self._done = self._total = 0
-        self._parts_seen: set[str] = set()
         if sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -47,15 +46,11 @@ class ConsoleProgress:
             self._bar.start()
             self._task = self._bar.add_task("", total=None, best="")
 
-    def workload(self, position: int, workload: Mapping[str, Any], part: str, points: int) -> None:
-        """A part of a workload begins."""
+    def workload(self, position: int, workload: Mapping[str, Any], trials: int) -> None:
+        """A workload begins, of at most so many trials."""
         self._finish_line()
-        self._parts_seen.add(part)
-        expected = min(points, self._trials) if self._trials else points
-        later = expected * ((self._count - position) * len(self._parts_seen) - 1)
-        self._total = self._done + expected + max(later, 0)
-        several = f" {part}" if len(self._parts_seen) > 1 or part.startswith("gemm") else ""
-        self._label = f"[{position + 1}/{self._count}] {format_workload(self._kernel, workload)}{several}"
+        self._total = self._done + trials * (self._count - position)
+        self._label = f"[{position + 1}/{self._count}] {format_workload(self._kernel, workload)}"
         self._last = (0, time.monotonic(), None)
         if self._bar is not None:
             self._bar.update(self._task, description=self._label, total=self._total)

@@ -38,7 +38,7 @@ def record(
     from kerneltune.tuning import recorder
     from kerneltune.tuning.api import RESULTS, Request
     from kerneltune.tuning.backends import LiveBackend
-    from kerneltune.tuning.session import Options
+    from kerneltune.tuning.options import Options
     from kerneltune.workloads import served_note
 
     request = Request(kernel, model, tp, ep, tuple(workload), ladder, space, routing, lengths)

@@ -31,11 +31,14 @@ def search(
     routing: str | None = typer.Option(None, help="moe: uniform, zipf, dirichlet, or a file of recorded topk_ids."),
     lengths: str | None = typer.Option(None, help="mla-decode: equal, spread, or a file of recorded lengths."),
     space: Path | None = typer.Option(None, help="Another search space (TOML)."),
-    trials: int = typer.Option(
-        48, min=1, help="Distinct configs for each workload (and part), recorded ones included."
+    trials: int | None = typer.Option(
+        None,
+        min=1,
+        help="Distinct configs for each workload (and part), recorded ones included. Default: until another is unlikely"
+        " to pay.",
     ),
     budget: str | None = typer.Option(None, help="Time for the whole search: 90s, 10m, 1h."),
-    sampler: str = typer.Option("default", help="default, tpe, gp, cmaes, random or exhaustive."),
+    sampler: str = typer.Option("default", help="default, tpe, gp, cmaes, random, exhaustive or descent."),
     seed: int = typer.Option(0, help="Of the sampler and the inputs."),
     max_loss: str = typer.Option(
         "2%", metavar="FRACTION", help="What a shape may lose so that few configs serve all: 2%, 0.02; 0: none."

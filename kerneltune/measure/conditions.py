@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SM_CLOCK_CHANGE = 0.05  # of the SM clock; memory clocks have a few steps, so any change counts
 # A GPU's own read of its DRAM repeats within 0.3 %; a product of matrices runs at the power limit and varies by more.
 DRIFT = {"read": 0.03, "matmul": 0.10}
-THROTTLED = 0.02  # of the time between the snapshots
+THROTTLED = 0.05  # of the time between the snapshots
 FREAK_SPREADS = 5.0  # times the p20-p80 spread away from the median,
 FREAK_SHARE = 0.10  # and this share of the median
 PROBE_SIZE = 4096  # of the matrix product
@@ -159,7 +159,7 @@ def read_nvml(index: int) -> dict[str, Any]:
     readers: dict[str, Callable[[Any], Any]] = {
         "sm_mhz": lambda h: float(pynvml.nvmlDeviceGetClockInfo(h, pynvml.NVML_CLOCK_SM)),
         "memory_mhz": lambda h: float(pynvml.nvmlDeviceGetClockInfo(h, pynvml.NVML_CLOCK_MEM)),
-        "slowed_by": lambda h: slowed_by(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(h)),
+        "slowed_by": lambda h: slowed_by(_reasons(pynvml)(h)),
         "temperature_c": lambda h: float(pynvml.nvmlDeviceGetTemperature(h, pynvml.NVML_TEMPERATURE_GPU)),
         "power_w": lambda h: round(pynvml.nvmlDeviceGetPowerUsage(h) / 1000, 1),
         "power_limit_w": lambda h: round(pynvml.nvmlDeviceGetEnforcedPowerLimit(h) / 1000, 1),
@@ -182,6 +182,12 @@ def read_nvml(index: int) -> dict[str, Any]:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
     return found
+
+
+def _reasons(pynvml: Any) -> Callable[[Any], int]:
+    """The call that newer bindings know by another name."""
+    old: Callable[[Any], int] | None = getattr(pynvml, "nvmlDeviceGetCurrentClocksThrottleReasons", None)
+    return old or pynvml.nvmlDeviceGetCurrentClocksEventReasons
 
 
 def slowed_by(bits: int) -> tuple[str, ...]:

@@ -14,8 +14,10 @@ from kerneltune.recordings import Recording, canonical, find_recordings
 from kerneltune.registry import KERNELS, load_tunable
 from kerneltune.space import Space, load_space
 from kerneltune.tuning.backends import Backend, LiveBackend, ReplayBackend
+from kerneltune.tuning.options import Options
+from kerneltune.tuning.progress import Progress, Silent
 from kerneltune.tuning.samplers import SAMPLERS
-from kerneltune.tuning.session import Options, Progress, Result, Silent, run
+from kerneltune.tuning.session import Result, run
 from kerneltune.workloads import base_sizes, format_workload, ladder_workloads, parse_workload, served_note
 
 RESULTS = Path("kerneltune-results")
@@ -90,7 +92,7 @@ def search(
     routing: str | None = None,
     lengths: str | None = None,
     space: str | Path | None = None,
-    trials: int = 48,
+    trials: int | None = None,
     budget_s: float | None = None,
     sampler: str = "default",
     seed: int = 0,
@@ -110,7 +112,8 @@ def search(
         workloads: single ones ("batch=8,kv_len=4096" or mappings) instead of the model's ladder.
         routing, lengths: input class of every workload that names none: "zipf", "spread", ..., or a recorded file.
         space: another search space, a TOML file.
-        trials: distinct configs for each workload and part, those already recorded counted in.
+        trials: distinct configs for each workload and part, those already recorded counted in; None: until another is
+            unlikely to pay.
         budget_s: seconds for the whole search (recorded seconds in a replay).
         max_loss: what a workload may lose against its best config, so that few configs serve all (each is a compile
             at serving time); 0: its own winner for each.

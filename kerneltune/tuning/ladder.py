@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 NEIGHBOURS = 2
+
+T = TypeVar("T")
 
 
 def in_order(workloads: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -31,9 +33,12 @@ def distance(a: Mapping[str, Any], b: Mapping[str, Any]) -> float:
     return total
 
 
-def nearest(
-    workload: Mapping[str, Any], done: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
-) -> list[Mapping[str, Any]]:
-    """Winning configs of the nearest finished workloads, nearest first: (workload, config) pairs in, configs out."""
+def nearest(workload: Mapping[str, Any], done: Sequence[tuple[Mapping[str, Any], T]]) -> list[T]:
+    """What belongs to the nearest finished workloads, nearest first: (workload, anything) pairs in."""
     ranked = sorted(done, key=lambda pair: distance(workload, pair[0]))
-    return [config for _, config in ranked[:NEIGHBOURS]]
+    return [found for _, found in ranked[:NEIGHBOURS]]
+
+
+def same_keys(a: Mapping[str, Any], b: Mapping[str, Any], varying: Sequence[str]) -> bool:
+    """Whether two workloads differ in nothing but the keys `varying`."""
+    return all(a[name] == b.get(name) for name in a if name not in varying)

@@ -16,7 +16,10 @@ from kerneltune.recordings import Recording, canonical, point_key, write_recordi
 from kerneltune.records import Trial
 from kerneltune.tuning import finalists, ladder
 from kerneltune.tuning.backends import FINAL_ROUNDS, Backend
-from kerneltune.tuning.session import Log, Options, Progress, recall_or_measure, time_finals
+from kerneltune.tuning.log import Log
+from kerneltune.tuning.measuring import recall_or_measure, time_finals
+from kerneltune.tuning.options import Options
+from kerneltune.tuning.progress import Progress
 
 NEAR = 1.06  # points within 6 % of the best are re-timed: the noise of one timing is below that
 MOST_RETIMED = 8
@@ -31,7 +34,7 @@ def record(
     log = Log(backend, options)
     paths = []
     ordered = ladder.in_order(workloads)
-    progress.begin(ordered, 0)
+    progress.begin(ordered)
     try:
         for position, workload in enumerate(ordered):
             recording = _record_workload(backend, workload, position, space_text, log, options, progress)
@@ -56,9 +59,9 @@ def _record_workload(
     default = backend.default_config(workload)
     rows: dict[str, Trial] = {}
     rounds: dict[str, int] = {}
+    progress.workload(position, workload, sum(len(backend.points(workload, part)) for part in backend.parts))
     for part in backend.parts:
         points = backend.points(workload, part)
-        progress.workload(position, workload, part, len(points))
         trials = _every_point(backend, workload, part, points, log, progress)
         rows |= {point_key(t.part, t.config): t for t in trials}
         for trial in _retimed(backend, workload, part, trials, log):

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from kerneltune.recordings import Recording, canonical
 from kerneltune.tuning import ladder
 from kerneltune.tuning.backends import ReplayBackend
-from kerneltune.tuning.session import LOOK_AHEAD
+from kerneltune.tuning.search_loop import LOOK_AHEAD
 from kerneltune.tuning.study import WorkloadStudy
 from kerneltune.tuning.surrogate import SMALLEST_US, transferred
 

@@ -174,7 +174,7 @@ class Surrogate:
         count = len(y)
         covariance = _matern(self._x[where], self._x[where], scales)
         covariance[np.diag_indices(count)] += math.exp(noise) + 1e-8
-        root = np.linalg.cholesky(covariance)
+        root: Floats = np.linalg.cholesky(covariance)
         trend = np.column_stack([np.ones(count), self._prior[where]])
         whitened = np.linalg.solve(root, np.column_stack([trend, y]))
         basis, target = whitened[:, :2], whitened[:, 2]
@@ -251,7 +251,7 @@ _erf = np.frompyfunc(math.erf, 1, 1)
 
 
 def _normal_cdf(u: Floats) -> Floats:
-    result: Floats = 0.5 * (1 + _erf(u / math.sqrt(2)).astype(float))
+    result: Floats = 0.5 * (1 + np.asarray(_erf(u / math.sqrt(2)), float))
     return result
 
 

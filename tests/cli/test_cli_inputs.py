@@ -18,7 +18,8 @@ from kerneltune.records import read_folder
 from kerneltune.tuning import recorder
 from kerneltune.tuning.api import Request
 from kerneltune.tuning.backends import ReplayBackend
-from kerneltune.tuning.session import Options, Silent
+from kerneltune.tuning.options import Options
+from kerneltune.tuning.progress import Silent
 
 RESULTS = Path(__file__).parents[2] / "results"
 UNIFORM = next(r for r in find_recordings([RESULTS], "moe") if (r.workload["tokens"], r.workload["E"]) == (64, 256))

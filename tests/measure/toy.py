@@ -40,6 +40,7 @@ DEFECTS = (
     "returns_at_once",  # launches nothing
     "edge_511",  # wrong for k = 511 only
     "raise_511",
+    "edge_hang",  # hangs for k = 511 only
     "out_of_memory",
     "absent_blocks",  # leaves the last rows of an odd number alone, as a kernel of BLOCK_M = 2 without a mask would
     "flaky",  # each launch differs in the last bits of fp32
@@ -141,6 +142,8 @@ class Toy:
         x, w = problem.inputs["x"], problem.inputs["w"]
         defect, meta = str(config["defect"]), x.device.type == "meta"
         _host_defect(defect, meta)
+        if defect == "edge_hang" and x.shape[1] == 511 and not meta:
+            time.sleep(600)
         if defect == "raise_511" and x.shape[1] == 511 and not meta:
             raise RuntimeError("made to fail")
         out = torch.empty(x.shape[0], dtype=x.dtype, device=x.device)

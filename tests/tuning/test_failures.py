@@ -10,8 +10,10 @@ import pytest
 from kerneltune.records import Trial, read_folder
 from kerneltune.tuning.backends import Work
 from kerneltune.tuning.failures import Failures
+from kerneltune.tuning.options import Options
+from kerneltune.tuning.progress import Silent
 from kerneltune.tuning.seconds import Seconds
-from kerneltune.tuning.session import Options, Silent, run
+from kerneltune.tuning.session import run
 
 CEILINGS = {"device": "made up", "date": "2026-11-30", "dram_read_gbps": 4000.0, "dram_copy_gbps": 3900.0,
             "tflops": {"bf16": 700.0}, "launch_us": 4.0}  # fmt: skip
@@ -61,7 +63,13 @@ class Scripted:
             return {"outcome": outcome, "reason": f"made to be {outcome}", "compile_s": 1.0}
         return {"outcome": "ok", "time_us": 100.0 + params["B"], "p20_us": 100.0, "p80_us": 110.0, "samples": 5}
 
-    def finals(self, workload: Any, configs: Any, part: str = "") -> list[dict[str, Any]]:
+    def estimates(self, workload: Any, part: str) -> list[float] | None:
+        return None
+
+    def why_not(self, workload: Any, config: Any) -> str | None:
+        return None
+
+    def finals(self, workload: Any, configs: Any, part: str = "", rounds: int = 3) -> list[dict[str, Any]]:
         return [self.measure(workload, part, config, None) for config in configs]
 
     def conditions(self) -> dict[str, Any]:

@@ -21,7 +21,9 @@ from kerneltune.registry import load_tunable
 from kerneltune.tables import measured_loss
 from kerneltune.tuning import finalists, matrix
 from kerneltune.tuning.backends import LiveBackend, ReplayBackend
-from kerneltune.tuning.session import Options, Result, Silent, run
+from kerneltune.tuning.options import Options
+from kerneltune.tuning.progress import Silent
+from kerneltune.tuning.session import Result, run
 
 RESULTS = Path(__file__).parents[2] / "results"
 LAUNCH_US = 4.2

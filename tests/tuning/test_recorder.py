@@ -10,7 +10,8 @@ import pytest
 from kerneltune.recordings import find_recordings, read_recording
 from kerneltune.tuning import recorder
 from kerneltune.tuning.backends import ReplayBackend
-from kerneltune.tuning.session import Options, Silent
+from kerneltune.tuning.options import Options
+from kerneltune.tuning.progress import Silent
 
 SHIPPED = find_recordings([Path(__file__).parents[2] / "results"], "moe")[:2]
 

@@ -18,7 +18,9 @@ from proto import proto_recordings
 from kerneltune.recordings import canonical, write_recording
 from kerneltune.records import RecordsInUse, RecordWriter, read_folder
 from kerneltune.tuning.backends import ReplayBackend
-from kerneltune.tuning.session import Options, Result, Silent, run
+from kerneltune.tuning.options import Options
+from kerneltune.tuning.progress import Silent
+from kerneltune.tuning.session import Result, run
 
 
 class Stop(Exception):
