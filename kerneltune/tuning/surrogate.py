@@ -174,7 +174,7 @@ class Surrogate:
         count = len(y)
         covariance = _matern(self._x[where], self._x[where], scales)
         covariance[np.diag_indices(count)] += math.exp(noise) + 1e-8
-        root: Floats = np.linalg.cholesky(covariance)
+        root = np.asarray(np.linalg.cholesky(covariance), np.float64)
         trend = np.column_stack([np.ones(count), self._prior[where]])
         whitened = np.linalg.solve(root, np.column_stack([trend, y]))
         basis, target = whitened[:, :2], whitened[:, 2]

@@ -86,8 +86,8 @@ def search(backend: Scripted, out: Path, *workloads: dict[str, Any]) -> list[Tri
 def test_a_failed_config_is_neither_compiled_nor_run_for_the_next_workload(tmp_path: Path) -> None:
     backend = Scripted()
     trials = search(backend, tmp_path, SMALL, LARGE)
-    again = [point for where, point in backend.compiled if where == 16064]
-    assert again == [0, 5, 6, 7, 8, 9]
+    again = {point for where, point in backend.compiled if where == 16064}
+    assert again == {0, 5, 6, 7, 8, 9}
     assert [p for where, p in backend.ran if where == 16064 and p in (1, 2, 3, 4)] == []
     second = {t.config["B"]: t for t in trials if t.workload == LARGE}
     assert len(second) == 10  # each has its trial all the same

@@ -13,6 +13,7 @@ import pytest
 from proto import proto_recordings
 
 from kerneltune.cli import main
+from kerneltune.compile import Compiled
 from kerneltune.device import target
 from kerneltune.kernels.table_format import KEYS, parse_scaled, scaled_text
 from kerneltune.recordings import Recording, canonical, find_recordings, write_recording
@@ -23,6 +24,7 @@ from kerneltune.tuning import finalists, matrix
 from kerneltune.tuning.backends import LiveBackend, ReplayBackend
 from kerneltune.tuning.options import Options
 from kerneltune.tuning.progress import Silent
+from kerneltune.tuning.seconds import Seconds
 from kerneltune.tuning.session import Result, run
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -329,8 +331,9 @@ class Done:
     def submit(self, key: str, part: str, params: Any, workload: Any) -> None:
         self.calls.append(f"submit {part}")
 
-    def result(self, key: str) -> None:
+    def result(self, key: str) -> Compiled:
         self.calls.append("result")
+        return Compiled("ok")
 
     def finals(self, workload: Any, configs: list[Any], *, rounds: int, **given: Any) -> list[dict[str, Any]]:
         self.calls.append(f"finals of {len(configs)}, {rounds} rounds")
@@ -342,10 +345,13 @@ def test_on_a_gpu_nothing_compiles_beside_the_matrix() -> None:
     backend = LiveBackend.__new__(LiveBackend)
     backend._tunable, backend._device, backend.parts, backend._seed = tunable, target("sm_90"), tuple(tunable.parts), 0
     backend._pool = backend._worker = done = Done()  # type: ignore[assignment]
+    backend.seconds = Seconds()
     workload = tunable.complete_workload({"tokens": 64})
     found = tunable.default_config(workload, target("sm_90"))
     backend.finals(workload, [found], rounds=matrix.ROUNDS)
-    assert done.calls == ["submit gemm1", "submit gemm2", "result", "result", "finals of 1, 1 rounds"]
+    assert done.calls[:4] == ["submit gemm1", "submit gemm2", "result", "result"]
+    assert done.calls[-1] == "finals of 1, 1 rounds"
+    assert done.calls.count("result") == len([call for call in done.calls if call.startswith("submit")])
     assert backend.why_not(workload, found) is None
     too_large = {part: dict(found[part]) | {"BLOCK_M": 256, "BLOCK_K": 256, "num_stages": 5} for part in tunable.parts}
     assert "shared memory" in str(backend.why_not(workload, too_large))
