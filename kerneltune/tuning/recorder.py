@@ -15,7 +15,7 @@ from kerneltune.recordings import Recording, canonical, point_key, write_recordi
 from kerneltune.records import Trial
 from kerneltune.tuning import finalists, ladder
 from kerneltune.tuning.backends import FINAL_ROUNDS, Backend
-from kerneltune.tuning.session import Log, Options, Progress, recall_or_measure, time_finals
+from kerneltune.tuning.session import Log, Options, Progress, Watch, recall_or_measure, time_finals
 
 NEAR = 1.06  # points within 6 % of the best are re-timed: the noise of one timing is below that
 MOST_RETIMED = 8
@@ -33,7 +33,10 @@ def record(
     progress.begin(ordered, 0)
     try:
         for position, workload in enumerate(ordered):
+            watch = Watch(backend, log, workload)
             recording = _record_workload(backend, workload, position, space_text, log, options, progress)
+            for warning in watch.end():
+                progress.note(f"warning: {warning}")
             name = f"{backend.kernel}-{_label(workload)}.parquet"
             path = options.out / "recordings" / name
             write_recording(path, recording)

@@ -147,7 +147,7 @@ def run(backend: Backend, workloads: Sequence[Mapping[str, Any]], options: Optio
     progress.begin(ordered, options.trials)
     try:
         for position, workload in enumerate(ordered):
-            watch = _Watch(backend, log, workload)
+            watch = Watch(backend, log, workload)
             decision = _tune(backend, workload, position, len(ordered), done, log, clock, options, progress)
             for warning in watch.end():
                 progress.note(f"warning: {warning}")
@@ -381,7 +381,7 @@ def entry(workload: Mapping[str, Any], decision: finalists.Decision) -> dict[str
     return {"workload": dict(workload), "config": dict(winner.config), "measured": measured, "loss": {}}
 
 
-class _Watch:
+class Watch:
     """The GPU around the trials of one workload."""
 
     def __init__(self, backend: Backend, log: Log, workload: Mapping[str, Any]) -> None:
