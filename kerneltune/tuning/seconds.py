@@ -1,4 +1,4 @@
-"""Where the seconds of a search go: waiting for compiles, the gate, timing, pauses, finals, the sampler, and the rest."""
+"""Where the seconds of a search go: waiting for compiles, the gate, timing, pauses, finals, the sampler, the rest."""
 
 from __future__ import annotations
 
