@@ -228,6 +228,8 @@ class LiveBackend:
         from kerneltune.registry import load_tunable
         from kerneltune.roofline import ceilings
 
+        begin = time.monotonic()
+        self.seconds = Seconds()
         found = detect(device_index)
         if found is None:
             raise UserError("no GPU is visible to torch on this machine", NO_GPU)
@@ -242,13 +244,13 @@ class LiveBackend:
         self._pruned = time.monotonic()
         self._pool = CompilePool(kernel, self._device)
         self._worker = GpuWorker(kernel, device_index)
-        self.seconds = Seconds()
         self.versions = dict(self._worker.start()["versions"])
         known = ceilings.cached(found.name, self.versions)
         if known is None:
             known = Ceilings.from_dict(self._worker.ceilings())
             ceilings.store(known)
         self.ceilings = known.to_dict()
+        self.seconds.add("start", time.monotonic() - begin)
         self._points: dict[tuple[str, str], list[dict[str, Any]]] = {}
 
     def points(self, workload: Workload, part: str) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from kerneltune.records import Trial
 from kerneltune.tuning import finalists, ladder
 from kerneltune.tuning.backends import FINAL_ROUNDS, Backend
 from kerneltune.tuning.log import Log
-from kerneltune.tuning.measuring import recall_or_measure, time_finals
+from kerneltune.tuning.measuring import Watch, recall_or_measure, time_finals
 from kerneltune.tuning.options import Options
 from kerneltune.tuning.progress import Progress
 
@@ -37,7 +37,10 @@ def record(
     progress.begin(ordered)
     try:
         for position, workload in enumerate(ordered):
+            watch = Watch(backend, log, workload)
             recording = _record_workload(backend, workload, position, space_text, log, options, progress)
+            for warning in watch.end():
+                progress.note(f"warning: {warning}")
             name = f"{backend.kernel}-{_label(workload)}.parquet"
             path = options.out / "recordings" / name
             write_recording(path, recording)

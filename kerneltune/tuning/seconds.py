@@ -1,4 +1,4 @@
-"""Where the seconds of a search go: waiting for compiles, gate, timing, pauses, finals, sampler, and the rest."""
+"""Where the seconds of a search go: waiting for compiles, the gate, timing, pauses, finals, the sampler, the rest."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 # "compile wait": nothing to measure until a compile is done. "gate": inputs, references and checks, in search trials.
-KINDS = ("compile wait", "gate", "timing", "pauses", "finals", "sampler", "other")
+# "start": the processes, and the ceilings where they are not known.
+KINDS = ("start", "compile wait", "gate", "timing", "pauses", "finals", "sampler", "other")
 
 
 class Seconds:

@@ -100,4 +100,4 @@ def test_every_second_has_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (split["sampler"], split["gate"], split["other"]) == (3.0, 2.0, 5.0)
     assert sum(split.values()) == 10.0
     assert list(split) == list(KINDS)
-    assert seconds_text(split).startswith("10.0 s: compile wait 0.0 (0%), gate 2.0 (20%)")
+    assert seconds_text(split).startswith("10.0 s: start 0.0 (0%), compile wait 0.0 (0%), gate 2.0 (20%)")
