@@ -1,9 +1,10 @@
 """A brute-forced space: every feasible config of one workload as it was measured, in one Parquet file.
 
-Columns: `part`, one column a parameter (null where the part does not have it), then outcome, reason, time_us, p20_us,
-p80_us, samples, flops, bytes, error, registers, spills, shared_bytes, compile_s, gate_s, timing_s, rounds (3: a point
-near the optimum, re-timed interleaved). What holds for the whole file (workload, device, ceilings, the space's TOML,
-the kernel's hash, versions, date, command) is JSON under the key `kerneltune` of the file's metadata.
+docs/recordings.md describes the format. Columns: `part`, one column a parameter (null where the part does not have it),
+then outcome, reason, time_us, p20_us, p80_us, samples, flops, bytes, error, registers, spills, shared_bytes, compile_s,
+gate_s, timing_s, rounds (3: a point near the optimum, re-timed interleaved), estimate_us. What holds for the whole file
+(workload, device, ceilings, the space's TOML, the kernel's hash, versions, date, command) is JSON under the key
+`kerneltune` of the file's metadata.
 """
 
 from __future__ import annotations
@@ -22,6 +23,14 @@ SCHEMA = 1
 MEASURED = ("outcome", "reason", "time_us", "p20_us", "p80_us", "samples", "error")
 RESOURCES = ("registers", "spills", "shared_bytes", "compile_s", "gate_s", "timing_s")
 _FIGURES = (*MEASURED, "flops", "bytes", *RESOURCES)
+BY_POINT = ("trials", "rounds", "estimates_us")  # columns; what else a recording has is metadata
+_OPTIONAL = {
+    "reason": "",
+    "samples": 1,
+    "compile_s": 0.0,
+    "gate_s": 0.0,
+    "timing_s": 0.0,
+}  # figures that may be missing
 _DIGITS = {"time_us": 3, "p20_us": 3, "p80_us": 3, "compile_s": 3, "gate_s": 4, "timing_s": 4}
 
 
@@ -46,6 +55,7 @@ class Recording:
     command: str
     trials: tuple[Trial, ...]
     rounds: dict[str, int] = field(default_factory=dict)  # times each point near the optimum was timed, by point key
+    estimates_us: dict[str, float] = field(default_factory=dict)  # by point key; {}: the kernel's own estimate
     schema: int = SCHEMA
 
     @property
@@ -70,9 +80,7 @@ def write_recording(path: Path, recording: Recording) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    header = {
-        name: getattr(recording, name) for name in Recording.__dataclass_fields__ if name not in ("trials", "rounds")
-    }
+    header = {name: getattr(recording, name) for name in Recording.__dataclass_fields__ if name not in BY_POINT}
     names = list(dict.fromkeys(name for trial in recording.trials for name in trial.config))
     columns: dict[str, list[Any]] = {"part": [t.part for t in recording.trials]}
     for name in names:
@@ -81,6 +89,8 @@ def write_recording(path: Path, recording: Recording) -> None:
         digits = _DIGITS.get(name)
         values = [getattr(t, name) for t in recording.trials]
         columns[name] = [round(v, digits) if digits and v is not None else v for v in values]
+    if recording.estimates_us:
+        columns["estimate_us"] = [recording.estimates_us[point_key(t.part, t.config)] for t in recording.trials]
     columns["rounds"] = [recording.rounds.get(point_key(t.part, t.config), 1) for t in recording.trials]
     table = pa.table(columns).replace_schema_metadata(
         {"kerneltune": json.dumps(header), "parameters": json.dumps(names)}
@@ -117,14 +127,21 @@ def read_recording(path: Path) -> Recording:
                 stage="record",
                 index=index,
                 launch_us=header["launch_us"],
-                **{name: row[name] for name in _FIGURES},
+                **{name: row[name] if name in row else _OPTIONAL.get(name) for name in _FIGURES},
             )
             for index, row in enumerate(rows)
         )
         rounds = {
-            point_key(t.part, t.config): row["rounds"] for t, row in zip(trials, rows, strict=True) if row["rounds"] > 1
+            point_key(t.part, t.config): row["rounds"]
+            for t, row in zip(trials, rows, strict=True)
+            if row.get("rounds", 1) > 1
         }
-        recording = Recording(**header, trials=trials, rounds=rounds)
+        estimates = {
+            point_key(t.part, t.config): row["estimate_us"]
+            for t, row in zip(trials, rows, strict=True)
+            if row.get("estimate_us") is not None
+        }
+        recording = Recording(**header, trials=trials, rounds=rounds, estimates_us=estimates)
         _check(recording)
         return recording
     except UserError:
@@ -147,12 +164,13 @@ def _check(recording: Recording) -> None:
     texts = (device.name, recording.kernel, *recording.parts, *recording.shared, recording.kernel_hash)
     if not all(isinstance(text, str) and text for text in texts) or not recording.parts:
         raise ValueError("a name is missing")
-    keys = KEYS[recording.kernel]
-    if set(recording.workload) != set(keys.all):
+    keys = KEYS.get(recording.kernel)
+    if keys is not None and set(recording.workload) != set(keys.all):
         raise ValueError(f"the workload's keys are not those of {recording.kernel}")
+    scaled = keys.scaled if keys is not None else ()
     for name, value in recording.workload.items():
         whole = isinstance(value, int) and value >= 0
-        if (name in keys.scaled and not (whole and value)) or not (whole or (isinstance(value, str) and slug(value))):
+        if (name in scaled and not (whole and value)) or not (whole or (isinstance(value, str) and slug(value))):
             raise ValueError(f"workload.{name}: {value!r}")
     if not slug(device.name):
         raise ValueError("the device has no name")
@@ -165,12 +183,20 @@ def _check(recording: Recording) -> None:
         default = recording.default_config if len(recording.parts) == 1 else recording.default_config[part]
         if point_key(part, default) not in points:
             raise ValueError(f"the default config of {part} was not recorded")
+    if recording.estimates_us and not (
+        len(recording.estimates_us) == len(points) and all(0 < each < MOST for each in recording.estimates_us.values())
+    ):
+        raise ValueError("estimate_us is not above zero for each point")
     if not isinstance(recording.versions, dict) or not isinstance(recording.rest_us, dict):
         raise ValueError("versions and rest_us must be mappings")
 
 
-def find_recordings(paths: Iterable[Path], kernel: str) -> list[Recording]:
-    """Recordings of one kernel among files and folders (searched below), in the order of their names."""
+def find_recordings(paths: Iterable[Path], kernel: str | None = None) -> list[Recording]:
+    """Recordings (of one kernel) among files and folders (searched below), in the order of their names.
+
+    Raises:
+        UserError: one of them does not exist or is no recording.
+    """
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
@@ -179,4 +205,4 @@ def find_recordings(paths: Iterable[Path], kernel: str) -> list[Recording]:
             files.append(path)
         else:
             raise UserError(f"{path}: no such recording file or folder")
-    return [recording for recording in map(read_recording, files) if recording.kernel == kernel]
+    return [recording for recording in map(read_recording, files) if kernel in (None, recording.kernel)]

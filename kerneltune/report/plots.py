@@ -62,16 +62,16 @@ def draw(folders: Sequence[Path], out: Path, kernel: str | None = None) -> list[
             rows = [row for row in report.rows if row.device == device and row.intensity]
             name = "roofline" if len(devices) == 1 else f"roofline-{re.sub(r'[^a-z0-9]+', '-', device.lower())}"
             if rows:
-                written += _save(roofline(rows, ceilings[device]), out / name)
+                written += save_figure(roofline(rows, ceilings[device]), out / name)
         if curves := read_curves(folders, kernel):
-            written += _save(convergence(curves), out / "convergence")
+            written += save_figure(convergence(curves), out / "convergence")
         labels = group_labels(report.rows)
         groups = loss_groups(report.rows)
         for rows in groups:
             label = labels[group_key(rows[0])]
             several = label if len(devices) < 2 else f"{label} {rows[0].device}"
             name = "loss-matrix" if len(groups) == 1 else f"loss-matrix-{re.sub(r'[^a-z0-9]+', '-', several.lower())}"
-            written += _save(loss_matrix(rows, label), out / name)
+            written += save_figure(loss_matrix(rows, label), out / name)
     return written
 
 
@@ -221,7 +221,7 @@ def _dtypes(rows: Sequence[Row]) -> set[str]:
     return {str(row.workload.get("dtype", "")) for row in rows}
 
 
-def _save(figure: Figure, path: Path) -> list[Path]:
+def save_figure(figure: Figure, path: Path) -> list[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     written = []
     for suffix, metadata in ((".png", {"Software": None}), (".svg", {"Date": None, "Creator": None})):

@@ -181,10 +181,10 @@ def _served(group: Sequence[Column], column: Column, text: str, kernel: str) -> 
             continue
         there = table_workload(kernel, other.workload)
         lost = round(max(other.timed[text].net_us / other.best_us() - 1, 0.0), 4)
-        if there[keys.input] == here[keys.input]:
+        if there.get(keys.input) == here.get(keys.input):
             loss[scaled_text(keys, there)] = lost
         if all(there[name] == here[name] for name in keys.scaled):
-            by_class[str(there[keys.input])] = lost
+            by_class[str(there.get(keys.input))] = lost
     own = loss[scaled_text(keys, column.workload)]
     if len(by_class) > 1:
         loss["inputs"] = by_class

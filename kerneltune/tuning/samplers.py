@@ -168,6 +168,19 @@ class PointSampler(optuna.samplers.BaseSampler):
         self._state = state
         self._names = list(names)
         self._chosen: dict[str, int] = {}
+        self._index = {each: i for i, each in enumerate(state.coordinates)}
+
+    def open_neighbours(self, index: int) -> list[int]:
+        """Open points that differ from a point in one parameter by one step."""
+        found = []
+        for column, value in enumerate(self._state.coordinates[index]):
+            for step in (-1, 1):
+                moved = list(self._state.coordinates[index])
+                moved[column] = value + step
+                other = self._index.get(tuple(moved))
+                if other is not None and self._state.is_open[other]:
+                    found.append(other)
+        return found
 
     def choose(self) -> int:
         """The point to try next; there is an open one."""
@@ -209,7 +222,6 @@ class DescentSampler(PointSampler):
     def __init__(self, state: State, names: Sequence[str], seed: int) -> None:
         super().__init__(state, names)
         self._random = random.Random(seed)
-        self._index = {each: i for i, each in enumerate(state.coordinates)}
         self._run: set[int] | None = None  # points asked since the last start; None: warm starts, if any, are the start
 
     def choose(self) -> int:
@@ -217,9 +229,9 @@ class DescentSampler(PointSampler):
             self._run = {*self._state.told, *self._state.running}
         told = {index: self._state.told[index] for index in self._run if index in self._state.told}
         best = min(told, key=lambda index: told[index]) if told else None
-        neighbours = self._open_neighbours(best) if best is not None else []
+        neighbours = self.open_neighbours(best) if best is not None else []
         if best is None and self._run:  # the start is still under way
-            neighbours = self._open_neighbours(next(iter(self._run)))
+            neighbours = self.open_neighbours(next(iter(self._run)))
         if neighbours:
             chosen = self._random.choice(neighbours)
         else:
@@ -227,17 +239,6 @@ class DescentSampler(PointSampler):
             chosen = self._random.choice([int(i) for i in np.flatnonzero(self._state.is_open)])
         self._run.add(chosen)
         return chosen
-
-    def _open_neighbours(self, index: int) -> list[int]:
-        found = []
-        for column, value in enumerate(self._state.coordinates[index]):
-            for step in (-1, 1):
-                moved = list(self._state.coordinates[index])
-                moved[column] = value + step
-                other = self._index.get(tuple(moved))
-                if other is not None and self._state.is_open[other]:
-                    found.append(other)
-        return found
 
 
 class SurrogateSampler(PointSampler):

@@ -27,6 +27,7 @@ from kerneltune.tuning.backends import ReplayBackend
 from kerneltune.tuning.search_loop import LOOK_AHEAD
 from kerneltune.tuning.study import WorkloadStudy
 from kerneltune.tuning.surrogate import SMALLEST_US, transferred
+from kerneltune.workloads import format_workload
 
 Floats = NDArray[np.float64]
 AFTER = (16, 32, 64)
@@ -81,29 +82,54 @@ class Simulation:
         }
 
 
+@dataclass(frozen=True)
+class Average:
+    """One sampler over several recordings."""
+
+    count: int
+    after: dict[str, float]
+    worst: float  # the least mean fraction of any recording after 32 measurements
+    score: float
+
+
+def averages(results: Sequence[Simulation]) -> dict[str, Average]:
+    """By sampler, each recording counted once."""
+    found: dict[str, Average] = {}
+    for sampler in dict.fromkeys(result.sampler for result in results):
+        own = [result for result in results if result.sampler == sampler]
+        found[sampler] = Average(
+            len(own),
+            {str(n): statistics.fmean(result.after[str(n)] for result in own) for n in AFTER},
+            min(result.after["32"] for result in own),
+            statistics.fmean(statistics.fmean(result.scores) for result in own),
+        )
+    return found
+
+
 def simulate(
     recording: Recording,
-    label: str,
     sampler: str,
     seeds: int,
     measurements: int = max(AFTER),
+    prior: str = "none",
     others: Sequence[Recording] = (),
 ) -> Simulation:
     """Replay a sampler.
 
     Args:
-        others: the nearest of these recordings of the same exact keys is the prior: a default search on it was seen to
-            its end. Without any the search knows nothing but the space and the device's ceilings: not even the
-            kernel's default config.
+        prior: "none": the search knows nothing but the space and the device's ceilings; "default": it tries the
+            kernel's default config first, as real searches do; "neighbour": a default search on the nearest of `others`
+            of the same exact keys was seen to its end.
     """
-    neighbour = _nearest(recording, others)
-    runs = [_Run(recording, sampler, seed, measurements, neighbour) for seed in range(seeds)]
+    neighbour = _nearest(recording, others) if prior == "neighbour" else None
+    warm = recording.default_config if prior == "default" else None
+    runs = [_Run(recording, sampler, seed, measurements, warm, neighbour) for seed in range(seeds)]
     random_runs = [_Run(recording, "random", seed, measurements) for seed in range(RANDOM_RUNS)]
     return Simulation(
-        recording=label,
+        recording=f"{recording.kernel} {format_workload(recording.kernel, recording.workload)}",
         points=len(recording.trials),
         sampler=sampler,
-        prior="none" if neighbour is None else "neighbour",
+        prior="none" if prior == "neighbour" and neighbour is None else prior,
         seeds=seeds,
         fractions=np.array([run.fractions for run in runs]),
         gpu_s=np.array([run.gpu_s for run in runs]),
@@ -116,7 +142,13 @@ class _Run:
     """One search on one recording, to its end."""
 
     def __init__(
-        self, recording: Recording, sampler: str, seed: int, measurements: int, neighbour: Recording | None = None
+        self,
+        recording: Recording,
+        sampler: str,
+        seed: int,
+        measurements: int,
+        warm_start: Mapping[str, Any] | None = None,
+        neighbour: Recording | None = None,
     ) -> None:
         self.fractions: list[float] = []  # of the optimum, after each measurement
         self.gpu_s: list[float] = []  # recorded seconds of gate and timing until then
@@ -126,7 +158,7 @@ class _Run:
         self._best = _Best(recording)
         optimum_us = _optimum_us(recording)
         begin = time.perf_counter()
-        study = self._study(sampler, seed, neighbour)
+        study = self._study(sampler, seed, warm_start, neighbour)
         self.sampler_s = time.perf_counter() - begin
         pending: deque[tuple[str, int]] = deque()
         count = min(measurements, len(recording.trials))
@@ -142,11 +174,15 @@ class _Run:
                 self._finish(study, *pending.popleft())
                 self.fractions.append(optimum_us / self._best.us)
 
-    def _study(self, sampler: str, seed: int, neighbour: Recording | None) -> WorkloadStudy:
+    def _study(
+        self, sampler: str, seed: int, warm_start: Mapping[str, Any] | None, neighbour: Recording | None
+    ) -> WorkloadStudy:
         backend, workload = self._backend, self._recording.workload
         points = {part: backend.points(workload, part) for part in backend.parts}
         estimates = {part: backend.estimates(workload, part) for part in backend.parts}
-        warm: dict[str, list[dict[str, Any]]] = {}
+        warm: dict[str, list[Mapping[str, Any]]] = {}
+        if warm_start is not None:
+            warm = {part: [warm_start if len(backend.parts) == 1 else warm_start[part]] for part in backend.parts}
         if neighbour is not None:
             before = _Run(neighbour, "default", seed, NEIGHBOUR_MEASUREMENTS * len(backend.parts))
             for part in backend.parts:

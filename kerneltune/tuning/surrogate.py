@@ -26,6 +26,7 @@ GENERATIONS = 2  # a fit
 REFIT_ALWAYS = 16  # measurements up to which each is followed by a fit, later every
 REFIT_EVERY = 4
 LENGTH_SCALE, LENGTH_SPREAD = math.log(0.7), 0.7  # prior of a log length scale; each parameter's range is 1 long
+LENGTH_UNMOVED = 1.0  # added for a parameter that does not move the estimates
 NOISE, NOISE_SPREAD = math.log(1e-3), 1.5  # prior of the log noise, as a share of the signal's variance
 SIGNAL = 0.3  # the process strays by this much in log time, a priori; counts as four measurements
 SIGNAL_WEIGHT = 4
@@ -50,8 +51,10 @@ class Surrogate:
         prior = np.log(np.asarray(estimates_us, float)) if estimates_us is not None else np.zeros(count)
         self._level = float(prior.min()) if count else 0.0
         self._prior = prior - self._level
-        scales = LENGTH_SCALE + LENGTH_SPREAD / 2 * self._random.standard_normal((POPULATION, width))
-        scales[0] = LENGTH_SCALE
+        self._weights = _influence(coordinates, self._prior) if self._estimated else np.ones(width)
+        self._usual = LENGTH_SCALE + LENGTH_UNMOVED * (1 - self._weights)
+        scales = self._usual + LENGTH_SPREAD / 2 * self._random.standard_normal((POPULATION, width))
+        scales[0] = self._usual
         self._population = np.column_stack([scales, np.full(POPULATION, NOISE)])
         self._best_members: list[_Fit] = []
         self._fitted_on = self._conditioned_on = 0  # measurements that the population, the best members have seen
@@ -105,7 +108,8 @@ class Surrogate:
             cost = np.log(np.exp(cost) + rest_us[candidates])
         cost = cost + 1e-9 * self._random.random(len(candidates))
         if len(taken):
-            near = np.sqrt(((self._x[candidates][:, None] - self._x[taken][None]) ** 2).sum(-1)).min(1)
+            apart = self._weights * (self._x[candidates][:, None] - self._x[taken][None]) ** 2
+            near = np.sqrt(apart.sum(-1)).min(1)
             cost = cost + SPREAD_OUT * np.exp(-near / SPREAD_WIDTH) if self._estimated else -near
         return int(candidates[np.argmin(cost)])
 
@@ -188,7 +192,7 @@ class Surrogate:
             variance = squares / (count + SIGNAL_WEIGHT)
         score = -0.5 * count * math.log(variance) - 0.5 * squares / variance - 2 * math.log(variance)
         score -= float(np.log(np.diag(root)).sum()) + 0.5 * ((slope[1] - SLOPE) / SLOPE_SPREAD) ** 2
-        score -= 0.5 * float((((scales - LENGTH_SCALE) / LENGTH_SPREAD) ** 2).sum())
+        score -= 0.5 * float((((scales - self._usual) / LENGTH_SPREAD) ** 2).sum())
         score -= 0.5 * ((noise - NOISE) / NOISE_SPREAD) ** 2
         return _Fit(member, float(score), root, residual, slope, float(variance))
 
@@ -231,6 +235,19 @@ def coordinates_of(points: Sequence[Mapping[str, Any]]) -> Floats:
         else:
             columns += [np.array([float(value == each) for value in values]) for each in distinct]
     return np.column_stack(columns) if columns else np.zeros((len(points), 1))
+
+
+def _influence(coordinates: Floats, log_estimates: Floats) -> Floats:
+    """How much each coordinate moves the estimates, all others equal: 1 for the one that does most, 0 for not at all."""
+    moves = []
+    for column in range(coordinates.shape[1]):
+        others = np.delete(coordinates, column, axis=1)
+        _, group = np.unique(others, axis=0, return_inverse=True)
+        counts = np.bincount(group)
+        means = np.bincount(group, log_estimates) / counts
+        moves.append(math.sqrt(float(np.mean((log_estimates - means[group]) ** 2))))
+    largest = max(moves, default=0.0)
+    return np.array(moves) / largest if largest > 0 else np.ones(len(moves))
 
 
 def _matern(a: Floats, b: Floats, log_scales: Floats) -> Floats:
