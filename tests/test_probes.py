@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cpu_backend import CpuBackend
+from cpu_backend import CpuBackend, toy_tables
 from proto import CEILINGS, DEVICE, proto_recordings
 from test_failures import LARGE, SMALL, Scripted
 from toy import TOY
 
-from kerneltune import tables
 from kerneltune.device import target
 from kerneltune.kernels.moe.tunable import TUNABLE as MOE
 from kerneltune.recordings import Recording, canonical
@@ -117,9 +116,7 @@ def formula(config: Mapping[str, Any]) -> float:
 @pytest.fixture
 def entries(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What would go into a table: a toy has no table of its own."""
-    found: list[dict[str, Any]] = []
-    monkeypatch.setattr(tables, "add_entry", lambda *arguments: found.append(arguments[-1]))
-    return found
+    return toy_tables(monkeypatch)
 
 
 class KillAt(Silent):
