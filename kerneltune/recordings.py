@@ -24,13 +24,13 @@ MEASURED = ("outcome", "reason", "time_us", "p20_us", "p80_us", "samples", "erro
 RESOURCES = ("registers", "spills", "shared_bytes", "compile_s", "gate_s", "timing_s")
 _FIGURES = (*MEASURED, "flops", "bytes", *RESOURCES)
 BY_POINT = ("trials", "rounds", "estimates_us")  # columns; what else a recording has is metadata
-_OPTIONAL = {
+_OPTIONAL: dict[str, Any] = {
     "reason": "",
     "samples": 1,
     "compile_s": 0.0,
     "gate_s": 0.0,
     "timing_s": 0.0,
-}  # figures that may be missing
+}  # columns that may be
 _DIGITS = {"time_us": 3, "p20_us": 3, "p80_us": 3, "compile_s": 3, "gate_s": 4, "timing_s": 4}
 
 

@@ -13,15 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cpu_backend import CpuBackend
+from cpu_backend import CpuBackend, toy_tables
 from proto import CEILINGS, DEVICE, proto_recordings
 from test_failures import LARGE, SMALL, Scripted
 from toy import TOY
 
-from kerneltune import tables
 from kerneltune.device import target
 from kerneltune.kernels.moe.tunable import TUNABLE as MOE
-from kerneltune.kernels.table_format import KEYS, Keys
 from kerneltune.recordings import Recording, canonical
 from kerneltune.records import Trial, read_folder
 from kerneltune.report.text import render
@@ -118,11 +116,7 @@ def formula(config: Mapping[str, Any]) -> float:
 @pytest.fixture
 def entries(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What would go into a table: a toy has no table of its own."""
-    found: list[dict[str, Any]] = []
-    monkeypatch.setattr(tables, "add_entry", lambda *arguments: found.append(arguments[-1]))
-    monkeypatch.setattr(tables, "add_entries", lambda *arguments: None)
-    monkeypatch.setitem(KEYS, "toy", Keys(exact=("k", "dtype"), scaled=("rows",), input="", usual_input=""))
-    return found
+    return toy_tables(monkeypatch)
 
 
 class KillAt(Silent):

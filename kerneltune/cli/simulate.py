@@ -15,8 +15,10 @@ import typer
 from kerneltune.errors import UserError
 
 if TYPE_CHECKING:
+    from kerneltune.recordings import Recording
     from kerneltune.tuning.simulate import Simulation
 
+_recordings: list[Recording] = []  # of this process
 PRIORS = ("none", "default", "neighbour")
 
 
@@ -33,16 +35,16 @@ def simulate(
     seeds: int = typer.Option(50, min=1, help="Searches of each sampler on each recording."),
     prior: str = typer.Option(
         "none",
-        help="none; default: the kernel's default config is tried first; neighbour: the nearest recording was tuned.",
+        help="none, default (the kernel's default config is tried first) or neighbour (the nearest is tuned).",
     ),
     plots: Path | None = typer.Option(None, metavar="DIR", help="Draw best-so-far into this folder (PNG, SVG)."),
     jobs: int = typer.Option(0, min=0, help="Processes; default: one a core."),
     as_json: bool = typer.Option(False, "--json", help="Print a list of objects as JSON."),
 ) -> None:
-    """Score samplers: the fraction of the optimum after 16, 32 and 64 distinct measurements, and against random order.
+    """Score samplers: the fraction of the optimum after 16, 32, 64 distinct measurements, and against random order.
 
-    A measurement is one config of one part of the operation. Without a prior the search knows the space and the device's
-    ceilings, but neither the kernel's default config nor any table.
+    A measurement is one config of one part of the operation. Without a prior the search knows the space and the
+    device's ceilings, but neither the kernel's default config nor any table.
     """
     from kerneltune.recordings import find_recordings
     from kerneltune.tuning.samplers import SAMPLERS
@@ -82,8 +84,7 @@ def _load(paths: list[Path]) -> None:
     """In each process, once."""
     from kerneltune.recordings import find_recordings
 
-    global _recordings
-    _recordings = find_recordings(paths)
+    _recordings.extend(find_recordings(paths))
 
 
 def _simulate(task: tuple[int, str], seeds: int, prior: str) -> Simulation:

@@ -238,7 +238,7 @@ def coordinates_of(points: Sequence[Mapping[str, Any]]) -> Floats:
 
 
 def _influence(coordinates: Floats, log_estimates: Floats) -> Floats:
-    """How much each coordinate moves the estimates, all others equal: 1 for the one that does most, 0 for not at all."""
+    """How much each coordinate moves the estimates, all others equal: 1 for the one that does most, 0: not at all."""
     moves = []
     for column in range(coordinates.shape[1]):
         others = np.delete(coordinates, column, axis=1)

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from cpu_backend import CEILINGS
+from cpu_backend import CEILINGS, toy_tables
 from toy import TOY
 
-from kerneltune import tables
 from kerneltune.compile import CompilePool
 from kerneltune.device import detect
 from kerneltune.measure.worker import GpuWorker
@@ -254,8 +253,7 @@ def test_a_search_among_faulting_kernels_finds_the_winner_of_a_clean_one(
     clean = [config(BLOCK_K=block, spin_ms=spin) for spin in (3, 2, 0, 5) for block in (64, 256)]
     slow = config(spin_ms=20_000)  # bounded, and far beyond the limit of one trial
     faulty = [config(defect, BLOCK_K=64) for defect in FAULTS]
-    entries: list[dict[str, Any]] = []
-    monkeypatch.setattr(tables, "add_entry", lambda *arguments: entries.append(arguments[-1]))
+    entries = toy_tables(monkeypatch)
     workload = TOY.complete_workload({"k": 511})
     for name, points in (("clean", clean), ("faulty", [*clean[:3], *faulty, slow, *clean[3:]])):
         backend = GpuBackend(points)

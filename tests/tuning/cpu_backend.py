@@ -7,8 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from kerneltune import tables
 from kerneltune.compile import CompilePool, resolve_tunable
 from kerneltune.device import target
+from kerneltune.kernels.table_format import KEYS, Keys
 from kerneltune.measure.worker import GpuWorker
 from kerneltune.tuning.backends import LiveBackend, Work
 from kerneltune.tuning.seconds import Seconds
@@ -90,6 +94,15 @@ class CpuBackend(LiveBackend):
     def close(self) -> None:
         self._pool.close()
         self._worker.close()
+
+
+def toy_tables(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Let the toy have a table (its dtype stands for an input class); the winners that would go into it, in order."""
+    winners: list[dict[str, Any]] = []
+    monkeypatch.setitem(KEYS, "toy", Keys(("k",), ("rows",), "dtype", "fp16"))
+    monkeypatch.setattr(tables, "add_entry", lambda *arguments: winners.append(arguments[-1]))
+    monkeypatch.setattr(tables, "add_entries", lambda *arguments: None)
+    return winners
 
 
 def child_processes() -> list[int]:

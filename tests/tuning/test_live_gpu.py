@@ -10,7 +10,8 @@ import pytest
 import kerneltune
 from kerneltune.measure.worker import GpuWorker
 from kerneltune.records import Conditions, Summary, read_folder, read_notes
-from kerneltune.tuning.session import Result, Silent
+from kerneltune.tuning.progress import Silent
+from kerneltune.tuning.session import Result
 
 pytestmark = pytest.mark.gpu
 WORKLOADS = {

@@ -24,7 +24,7 @@ DEFAULTS = {64: (16, 128, 128, 32, 4, 3), 1024: (64, 128, 128, 32, 4, 3)}  # vLL
 def vllm_recording(tokens: int) -> Recording:
     """Both GEMMs at 64 or 1024 tokens; a config of each, sharing BLOCK_SIZE_M, makes a whole."""
     workload = {"dtype": "fp8_e4m3", "E": EXPERTS, "N": N, "K": K, "top_k": TOP_K, "tokens": tokens}
-    trials = []
+    trials: list[Trial] = []
     estimates = {}
     with DATA.open() as file:
         rows = list(csv.DictReader(file))
