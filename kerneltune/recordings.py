@@ -127,7 +127,7 @@ def read_recording(path: Path) -> Recording:
                 stage="record",
                 index=index,
                 launch_us=header["launch_us"],
-                **{name: row[name] if name in row else _OPTIONAL.get(name) for name in _FIGURES},
+                **_figures(row),
             )
             for index, row in enumerate(rows)
         )
@@ -148,6 +148,10 @@ def read_recording(path: Path) -> Recording:
         raise
     except Exception as error:  # a file from outside: whatever reading it can raise
         raise UserError(f"{path}: not a kerneltune recording ({type(error).__name__}: {error})") from error
+
+
+def _figures(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: row[name] if name in row else _OPTIONAL.get(name) for name in _FIGURES}
 
 
 def _check(recording: Recording) -> None:
