@@ -24,6 +24,7 @@ DRIFT = {"read": 0.03, "matmul": 0.10}
 THROTTLED = 0.05  # of the time between the snapshots
 FREAK_SPREADS = 5.0  # times the p20-p80 spread away from the median,
 FREAK_SHARE = 0.10  # and this share of the median
+FREAKS_AS_USUAL = 0.01  # of the readings: an H200 that does nothing else has up to 0.6 %
 PROBE_SIZE = 4096  # of the matrix product
 PROBE_SAMPLES = 9
 LOAD_FLUSHES = 250  # of 0.12 ms on an H200: the GPU is at work while NVML answers
@@ -104,12 +105,18 @@ def _throttling(before: Snapshot, after: Snapshot) -> list[str]:
         slowed = after.slowed_s[name] - before.slowed_s.get(name, after.slowed_s[name])
         if elapsed > 0 and slowed / elapsed > THROTTLED:
             found.append(f"the GPU was slowed down for {min(slowed / elapsed, 1.0):.0%} of the time ({name} limit)")
-    counted = {name for name in after.slowed_s if any(name in text for text in found)}
     now = dict.fromkeys((*before.slowed_by, *after.slowed_by))
-    if reasons := [reason for reason in now if not any(name in reason for name in counted)]:
+    if reasons := [reason for reason in now if not _counted(reason, found, after)]:
         heat = f" at {after.temperature_c:.0f} C" if after.temperature_c is not None else ""
         found.append(f"the GPU held its clocks down ({', '.join(reasons)}){heat}")
     return found
+
+
+def _counted(reason: str, found: Sequence[str], after: Snapshot) -> bool:
+    """Whether the counters tell more than this flag: of power they do, since a moment at the limit is nothing."""
+    if reason == "power cap" and "power" in after.slowed_s:
+        return True
+    return any(name in reason and any(name in text for text in found) for name in after.slowed_s)
 
 
 def _company(before: Snapshot, after: Snapshot) -> list[str]:
@@ -131,7 +138,7 @@ def _drift(before: Snapshot, after: Snapshot) -> list[str]:
 
 
 def _freaks(count: int, samples: int) -> list[str]:
-    if not count:
+    if count <= FREAKS_AS_USUAL * samples:
         return []
     return [f"{count} of {samples} readings are far from the rest; medians stand, but something disturbed the GPU"]
 

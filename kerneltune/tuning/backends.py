@@ -66,6 +66,14 @@ class Backend(Protocol):
         """Begin compiling; returns at once."""
         ...
 
+    def prefetch(self, workload: Workload, likely: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+        """Compile (part, parameters) that may be asked for, as far as cores are idle; returns at once."""
+        ...
+
+    def prepare_finals(self, workload: Workload, configs: Sequence[Mapping[str, Any]]) -> None:
+        """Begin compiling what `finals` of whole configs needs; returns at once."""
+        ...
+
     def measure(
         self, workload: Workload, part: str, params: Mapping[str, Any], stop_above_us: float | None
     ) -> dict[str, Any]: ...
@@ -161,6 +169,12 @@ class ReplayBackend:
             return None
 
     def prepare(self, workload: Workload, part: str, params: Mapping[str, Any]) -> None:
+        return None
+
+    def prefetch(self, workload: Workload, likely: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+        return None
+
+    def prepare_finals(self, workload: Workload, configs: Sequence[Mapping[str, Any]]) -> None:
         return None
 
     def measure(
@@ -288,6 +302,19 @@ class LiveBackend:
     def prepare(self, workload: Workload, part: str, params: Mapping[str, Any]) -> None:
         self._pool.submit(self._key(workload, part, params), part, params, workload)
 
+    def prefetch(self, workload: Workload, likely: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+        for part, params in likely:
+            if not self._pool.idle:
+                return
+            self.prepare(workload, part, params)
+
+    def prepare_finals(self, workload: Workload, configs: Sequence[Mapping[str, Any]]) -> None:
+        for part, params in self._part_jobs(configs):
+            self.prepare(workload, part, params)
+        for config in configs:
+            for _, edge in self._valid_edges(workload, config):
+                self._pool.submit(self._key(edge, "", config), "", config, edge)
+
     def measure(
         self, workload: Workload, part: str, params: Mapping[str, Any], stop_above_us: float | None
     ) -> dict[str, Any]:
@@ -313,9 +340,12 @@ class LiveBackend:
         self, workload: Workload, configs: Sequence[Mapping[str, Any]], part: str = "", rounds: int = FINAL_ROUNDS
     ) -> list[dict[str, Any]]:
         whole = [self._whole(workload, part, config) if part else dict(config) for config in configs]
-        with self.seconds.of("compile wait"):
-            self._await_compiles(workload, whole)
-            edges = {} if part else self._edges(workload, whole)  # one part is only timed again: it was whole before
+        with self.seconds.of("compile wait"):  # so that the measuring process compiles nothing itself
+            edges = {} if part else self._compiled_edges(workload, whole)  # a part was vetted as a whole before
+            for name, params in self._part_jobs(whole):
+                self.prepare(workload, name, params)
+            for name, params in self._part_jobs(whole):
+                self._pool.result(self._key(workload, name, params))
         begin = time.monotonic()
         figures = self._worker.finals(
             workload,
@@ -347,29 +377,34 @@ class LiveBackend:
             compile_cache.prune()
         return self._worker.conditions()
 
-    def _edges(
+    def _part_jobs(self, configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+        from kerneltune.kernels.tunable import part_params
+
+        return [(part, part_params(self._tunable, config, part)) for config in configs for part in self.parts]
+
+    def _valid_edges(self, workload: Workload, config: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+        """The edge workloads on which a whole config can run."""
+        found = []
+        for label, edge in self._tunable.edge_workloads(workload):
+            rules = (
+                self._tunable.is_valid(part, params, edge, self._device) for part, params in self._part_jobs([config])
+            )
+            if not any(rules):
+                found.append((label, dict(edge)))
+        return found
+
+    def _compiled_edges(
         self, workload: Workload, configs: Sequence[Mapping[str, Any]]
     ) -> dict[str, list[tuple[str, dict[str, Any]]]]:
         """For each whole config the edge workloads on which it can run and compiles: all compile side by side.
 
         What cannot run there says nothing of the workload that is tuned, so it is left out.
         """
-        from kerneltune.kernels.tunable import part_params
-
-        valid: dict[str, list[tuple[str, dict[str, Any]]]] = {canonical(config): [] for config in configs}
-        for config in configs:
-            for label, edge in self._tunable.edge_workloads(workload):
-                rules = (
-                    self._tunable.is_valid(part, part_params(self._tunable, config, part), edge, self._device)
-                    for part in self.parts
-                )
-                if not any(rules):
-                    valid[canonical(config)].append((label, edge))
-                    self._pool.submit(self._key(edge, "", config), "", config, edge)
+        self.prepare_finals(workload, configs)
         return {
             canonical(config): [
                 (label, edge)
-                for label, edge in valid[canonical(config)]
+                for label, edge in self._valid_edges(workload, config)
                 if self._pool.result(self._key(edge, "", config)).outcome == "ok"
             ]
             for config in configs
@@ -379,16 +414,6 @@ class LiveBackend:
         self._pool.close()
         self._worker.close()
         compile_cache.prune()
-
-    def _await_compiles(self, workload: Workload, configs: Sequence[Mapping[str, Any]]) -> None:
-        """Have every kernel in Triton's cache, so that the measuring process compiles none beside a timing."""
-        from kerneltune.kernels.tunable import part_params
-
-        jobs = [(part, part_params(self._tunable, config, part)) for config in configs for part in self.parts]
-        for part, params in jobs:
-            self.prepare(workload, part, params)
-        for part, params in jobs:
-            self._pool.result(self._key(workload, part, params))
 
     def _key(self, workload: Workload, part: str, params: Mapping[str, Any]) -> str:
         return point_key(part, [params, workload])

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kerneltune.records import Trial
+from kerneltune.tuning import finalists
 from kerneltune.tuning.backends import Backend
 from kerneltune.tuning.clock import Clock
 from kerneltune.tuning.log import Log
@@ -99,8 +100,11 @@ class SearchLoop:
             if not self._log.need_not_measure(self.workload, part, params, "search"):
                 self._backend.prepare(self.workload, part, params)
             self._pending.append((part, point, self._study.asked(part) - 1))
+            self._backend.prefetch(self.workload, self._unknown(self._study.likely()))
         while self._pending:
             self._finish_oldest(clock)
+        if self.ended:
+            self._say_ended()
 
     def told_us(self, part: str) -> dict[int, float]:
         """Net time of each point of a part that ran, by its number."""
@@ -149,9 +153,30 @@ class SearchLoop:
         with self._backend.seconds.of("sampler"):
             self.chance = self._study.chance(WORTH)
         self._checks_failed = self._checks_failed + 1 if self.chance < UNLIKELY else 0
+        if self._checks_failed == CHECKS // 2:
+            self._prepare_finals()
         if self._checks_failed == CHECKS:
-            self.ended = f"less than {UNLIKELY:.0%} chance that another trial gains {WORTH:.0%}"
-            self._progress.note(f"stopped after {count} trials: {self.ended}")
+            self.ended = f"less than {UNLIKELY:.0%} chance that another gains {WORTH:.0%}"
+
+    def _prepare_finals(self) -> None:
+        """The end is near: what its finalists need compiles while the last trials are measured."""
+        chosen = finalists.choose(self.trials, self._backend.parts, self._backend.shared)
+        missing = [config for config in chosen if self._log.known(self.workload, "", config, "final") is None]
+        self._backend.prepare_finals(self.workload, missing)
+
+    def _say_ended(self) -> None:
+        if self._options.trials is None:
+            self._progress.note(f"stopped after {len(self.trials)} trials: {self.ended}")
+            return
+        for part, points in self._points.items():
+            if len(points) < self._limit:
+                self._progress.note(
+                    f"{part}: all {len(points)} feasible configs are tried, fewer than the {self._limit} asked"
+                )
+
+    def _unknown(self, likely: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[str, Mapping[str, Any]]]:
+        """Without what the records answer."""
+        return [each for each in likely if not self._log.need_not_measure(self.workload, *each, "search")]
 
     def _end_exhausted(self) -> None:
         """No part has an open point, or each has had its number of trials."""
@@ -160,11 +185,6 @@ class SearchLoop:
         self.ended = "every trial that was asked for is made"
         if len(short) == len(self._points):
             self.ended = "every feasible config is tried"
-        if self._options.trials is not None:
-            for part, count in short.items():
-                self._progress.note(
-                    f"{part}: all {count} feasible configs are tried, fewer than the {self._limit} asked"
-                )
 
     def _tell_progress(self, trial: Trial, remembered: bool) -> None:
         """The best so far: of the whole, or the sum of its parts."""

@@ -22,7 +22,7 @@ from kerneltune.tuning.progress import Progress
 from kerneltune.tuning.search_loop import SearchLoop
 from kerneltune.tuning.seconds import seconds_text
 
-PREFETCH = 12  # configs of the next workload that are compiled while this one's finalists are timed
+PREFETCH = 14  # configs of the next workload that are compiled while this one's finalists are timed
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,7 @@ class _Run:
             self._options,
             self._progress,
         )
+        self._backend.prefetch(workload, loop.first_points(PREFETCH))
         self._progress.workload(position, workload, loop.expected_trials)
         return _Tuned(loop, default, Watch(self._backend, self._log, workload))
 
@@ -149,10 +150,12 @@ class _Run:
         """Time the finalists against the default, and write the table entry; the next workload compiles meanwhile."""
         from kerneltune import tables
 
-        self._prefetch(following, tuned)
         chosen = finalists.choose(tuned.loop.trials, self._backend.parts, self._backend.shared)
         others = [config for config in chosen if not finalists.same_config(config, tuned.default)]
         configs = [tuned.default, *others]
+        if any(self._log.known(tuned.workload, "", config, "final") is None for config in configs):
+            self._backend.prepare_finals(tuned.workload, configs)
+            self._prefetch(following, tuned)
         finals = time_finals(self._backend, tuned.workload, configs, "final", self._log, self._clock)
         tuned.decision = finalists.decide(finals[0], finals[1:])
         for warning in tuned.watch.end():

@@ -124,7 +124,6 @@ def simulate(
     neighbour = _nearest(recording, others) if prior == "neighbour" else None
     warm = recording.default_config if prior == "default" else None
     runs = [_Run(recording, sampler, seed, measurements, warm, neighbour) for seed in range(seeds)]
-    random_runs = [_Run(recording, "random", seed, measurements) for seed in range(RANDOM_RUNS)]
     return Simulation(
         recording=f"{recording.kernel} {format_workload(recording.kernel, recording.workload)}",
         points=len(recording.trials),
@@ -134,7 +133,7 @@ def simulate(
         fractions=np.array([run.fractions for run in runs]),
         gpu_s=np.array([run.gpu_s for run in runs]),
         sampler_s=statistics.fmean(run.sampler_s / len(run.fractions) for run in runs),
-        baseline=np.mean([run.fractions for run in random_runs], axis=0),
+        baseline=_random_order(recording, min(measurements, len(recording.trials))),
     )
 
 
@@ -206,6 +205,28 @@ class _Run:
         begin = time.perf_counter()
         study.tell(part, point, net_us)
         self.sampler_s += time.perf_counter() - begin
+
+
+def _random_order(recording: Recording, measurements: int) -> Floats:
+    """Mean fraction of the optimum after each measurement, parts in turns, each in random order without replacement."""
+    random = np.random.default_rng(0)
+    optimum_us = _optimum_us(recording)
+    by_part = [[trial for trial in recording.trials if trial.part == part] for part in recording.parts]
+    total = np.zeros(measurements)
+    for _ in range(RANDOM_RUNS):
+        best = _Best(recording)
+        orders = [random.permutation(len(trials)) for trials in by_part]
+        turns = [
+            trials[order[turn]]
+            for turn in range(max(map(len, by_part)))
+            for trials, order in zip(by_part, orders, strict=True)
+            if turn < len(trials)
+        ]
+        for number, trial in enumerate(turns[:measurements]):
+            if trial.outcome == "ok" and trial.time_us is not None:
+                best.add(trial.part, trial.config, max(trial.time_us - recording.launch_us, SMALLEST_US))
+            total[number] += optimum_us / best.us
+    return total / RANDOM_RUNS
 
 
 class _Best:

@@ -65,6 +65,15 @@ class WorkloadStudy:
                 return part, point
         return None
 
+    def likely(self) -> list[tuple[str, dict[str, Any]]]:
+        """(part, parameters) of open points that may soon be asked for, if the sampler can tell."""
+        found = []
+        for part, study in self._studies.items():
+            if isinstance(study.sampler, SurrogateSampler):
+                ranking = study.sampler.surrogate.ranking
+                found += [(part, study.points[point]) for point in ranking if study.state.is_open[point]]
+        return found
+
     def tell(self, part: str, point: int, net_us: float | None) -> None:
         """Report a time net of the launch, or None for a point that failed."""
         self._studies[part].tell(point, net_us)

@@ -34,6 +34,7 @@ SLOPE, SLOPE_SPREAD = 1.0, 0.3  # prior of b
 FAR = 1.0  # log times beyond this much above the best are compressed: how bad the bad ones are matters little
 FAR_SLOPE = 0.3
 SPREAD_OUT, SPREAD_WIDTH = 0.3, 0.4  # before anything is measured: points near one under way look this much worse
+RANKED = 12
 SMALLEST_US = 1e-3  # stands for a time that cannot be reached
 START_POINTS = 5  # without estimates: points far from each other before the model is asked
 START_CANDIDATES = 24
@@ -57,6 +58,7 @@ class Surrogate:
         scales[0] = self._usual
         self._population = np.column_stack([scales, np.full(POPULATION, NOISE)])
         self._best_members: list[_Fit] = []
+        self.ranking: Ints = np.zeros(0, np.intp)  # what the last proposal came from, the most promising first
         self._fitted_on = self._conditioned_on = 0  # measurements that the population, the best members have seen
 
     def propose(
@@ -78,6 +80,7 @@ class Surrogate:
         if not told or (not self._estimated and len(told) + len(pending) < START_POINTS):
             return self._start(candidates, np.array([*told, *pending], np.intp), rest_us)
         gain, _ = self._gain(told, pending, candidates, rest_us)
+        self.ranking = candidates[np.argsort(-gain, kind="stable")[:RANKED]]
         return int(candidates[np.argmax(gain + 1e-12 * self._random.random(len(gain)))])
 
     def chance(

@@ -57,6 +57,12 @@ class Scripted:
     def prepare(self, workload: Any, part: str, params: Any) -> None:
         self.compiled.append((workload["heads"] * 1000 + workload["batch"], params["B"]))
 
+    def prefetch(self, workload: Any, likely: Any) -> None:
+        for part, params in likely:
+            self.prepare(workload, part, params)
+
+    def prepare_finals(self, workload: Any, configs: Any) -> None: ...
+
     def measure(self, workload: Any, part: str, params: Any, stop_above_us: float | None) -> dict[str, Any]:
         self.ran.append((workload["heads"] * 1000 + workload["batch"], params["B"]))
         if outcome := FAILING.get(params["B"]):

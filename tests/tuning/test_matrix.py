@@ -340,7 +340,7 @@ class Done:
         return []
 
 
-def test_on_a_gpu_nothing_compiles_beside_the_matrix() -> None:
+def test_on_a_gpu_the_matrix_waits_for_its_compiles() -> None:
     tunable = load_tunable("moe")
     backend = LiveBackend.__new__(LiveBackend)
     backend._tunable, backend._device, backend.parts, backend._seed = tunable, target("sm_90"), tuple(tunable.parts), 0
@@ -349,9 +349,10 @@ def test_on_a_gpu_nothing_compiles_beside_the_matrix() -> None:
     workload = tunable.complete_workload({"tokens": 64})
     found = tunable.default_config(workload, target("sm_90"))
     backend.finals(workload, [found], rounds=matrix.ROUNDS)
-    assert done.calls[:4] == ["submit gemm1", "submit gemm2", "result", "result"]
     assert done.calls[-1] == "finals of 1, 1 rounds"
-    assert done.calls.count("result") == len([call for call in done.calls if call.startswith("submit")])
+    assert {"submit gemm1", "submit gemm2"} < set(done.calls)
+    edges = len([edge for _, edge in tunable.edge_workloads(workload)])
+    assert done.calls.count("result") == 2 + edges  # each waited for, before the finals
     assert backend.why_not(workload, found) is None
     too_large = {part: dict(found[part]) | {"BLOCK_M": 256, "BLOCK_K": 256, "num_stages": 5} for part in tunable.parts}
     assert "shared memory" in str(backend.why_not(workload, too_large))
