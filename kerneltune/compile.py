@@ -275,8 +275,8 @@ class CompilePool:
     ) -> None:
         """Args:
         kernel: a registered name or "package.module:NAME".
-        workers: child processes; default: all CPUs of this process but two. All start with the first job,
-            since importing torch takes each of them seconds.
+        workers: child processes; default: all CPUs of this process but two. All start with the first job or with
+            `start`, since importing torch takes each of them seconds.
         """
         self._make_child: Callable[[], Child] = lambda: Child(
             "kerneltune.compile:CompileHandler", kernel, device, env=CHILD_ENV | compile_cache.environment(), nice=5
@@ -295,6 +295,10 @@ class CompilePool:
         self._threads = [threading.Thread(target=self._work, daemon=True, name=f"compile-{i}") for i in range(count)]
         for thread in self._threads:
             thread.start()
+
+    def start(self) -> None:
+        """Start the children now; else the first job does."""
+        self._begun.set()
 
     def submit(self, key: Hashable, part: str, params: Params, workload: Workload) -> None:
         """Queue one job under a key of the caller's; a key that is already known is left alone."""

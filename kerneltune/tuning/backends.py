@@ -260,6 +260,7 @@ class LiveBackend:
         compile_cache.prune()
         self._pruned = time.monotonic()
         self._pool = CompilePool(kernel, self._device)
+        self._pool.start()  # beside the GPU process: both take seconds to import torch
         self._worker = GpuWorker(kernel, device_index)
         self.versions = dict(self._worker.start()["versions"])
         known = ceilings.cached(found.name, self.versions)
