@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import replace
 from math import comb
 from pathlib import Path
 
@@ -56,19 +55,6 @@ def test_vllms_kernel_within_one_percent_of_its_best_pair_after_32_configs(token
     """As a real search does, the kernel's default is tried first; each config is measured on both GEMMs."""
     result = simulate(vllm_recording(tokens), "default", seeds=8, measurements=64, prior="default")
     assert result.after["64"] >= 0.99
-
-
-def test_a_tuned_neighbour_saves_measurements(wide: list[Recording]) -> None:
-    """Of a kernel that nobody can estimate, so that the neighbour is all there is."""
-    own, other = (
-        replace(recording, kernel="unknown")
-        for recording in wide
-        if recording.workload.get("heads") == 16 and recording.workload["batch"] in (8, 32)
-    )
-    alone = simulate(own, "default", seeds=4)
-    helped = simulate(own, "default", seeds=4, prior="neighbour", others=[other, own])
-    assert (alone.prior, helped.prior) == ("none", "neighbour")
-    assert helped.fractions[:, 5].mean() > alone.fractions[:, 5].mean() + 0.05
 
 
 def test_random_order_is_as_good_as_arithmetic_says() -> None:

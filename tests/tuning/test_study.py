@@ -24,7 +24,8 @@ def us(part: str, point: dict[str, Any]) -> float:
 
 def search(sampler: str, count: int, look_ahead: int = 1, **more: Any) -> list[tuple[str, dict[str, Any]]]:
     study = WorkloadStudy(POINTS, ("BLOCK_M",), sampler, 0, **more)
-    asked, pending = [], []
+    asked: list[tuple[str, dict[str, Any]]] = []
+    pending: list[tuple[str, int]] = []
     for _ in range(count):
         if len(pending) == look_ahead:
             part, point = pending.pop(0)
