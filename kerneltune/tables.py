@@ -263,7 +263,7 @@ def _device_here() -> Device:
 
     device = detect()
     if device is None:
-        raise UserError("no GPU is visible here: name a device", NO_GPU)
+        raise UserError("no GPU is visible here: name a device, such as kerneltune.device.target('sm_90')", NO_GPU)
     return device
 
 

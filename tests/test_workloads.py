@@ -89,6 +89,16 @@ def test_presets_have_the_published_sizes() -> None:
         }
 
 
+def test_presets_have_the_published_heads() -> None:
+    published = json.loads((Path(__file__).parent / "data" / "mla_decode_cases.json").read_text())["models"]
+    found = {
+        name: {"heads": mla.heads, "kv_lora_rank": mla.kv_lora_rank, "qk_rope_head_dim": mla.qk_rope_head_dim}
+        for name, model in models().items()
+        if (mla := model.mla) is not None
+    }
+    assert {name: sizes for name, sizes in found.items() if name in published} == published
+
+
 def test_a_fault_in_the_presets_names_file_and_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models.toml").write_text("[toy]\nmoe = { E = 8, N = 1, K = 1, topk = 1 }\n")
     monkeypatch.setattr(workloads, "SHIPPED", tmp_path)

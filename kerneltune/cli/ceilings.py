@@ -14,7 +14,7 @@ def register(app: typer.Typer) -> None:
 
 
 def ceilings(
-    device: Annotated[int, typer.Option(help="Number of the GPU, as torch counts.")] = 0,
+    device: Annotated[int, typer.Option(min=0, help="Number of the GPU, as torch counts.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure what this GPU can do: DRAM read and copy rates, tensor-core rates, the cost of an empty graph.

@@ -42,6 +42,8 @@ def lookup(
     for path in table:
         if not path.exists():
             raise UserError(f"--table {path}: no such file or folder")
+        if path.is_dir() and not any(path.glob("*.json")):
+            raise UserError(f"--table {path}: no *.json in this folder (a search writes its tables to <--out>/tables)")
     gpu = choose_device(target) if device is None else _named_device(device)
     asked = tables.host_workload(kernel, parse_workload(workload, base_sizes(kernel, model, tp, ep)))
     first = [str(path) for path in table] or None
@@ -61,7 +63,9 @@ def lookup(
         return
     lines = [f"{kernel}  {format_workload(kernel, asked)}  {gpu.name}"]
     if match:
-        fits = "exact" if match.exact else f"nearest, {match.distance:.2f} away in summed |log2|"
+        fits = "exact" if match.exact else f"nearest, sizes a factor of {2**match.distance:.2f} away"
+        if match.distance == 0 and not match.exact:
+            fits = f"same sizes, tuned for {_inputs_text(kernel, match.entry['workload'])}"
         if lost:
             place = "" if match.distance == 0 else f" at {' '.join(f'{name}={size}' for name, size in lost[0].items())}"
             fits += f", measured loss {100 * lost[1]:.1f} %{place}"
@@ -92,6 +96,13 @@ def _named_device(text: str) -> Any:
     if not name or not count.isdecimal() or not 0 < int(count) < 100_000:
         raise UserError(f"--device {text!r}: expected a name and its number of SMs, as 'NVIDIA H100 80GB HBM3:132'")
     return Device(name, "", int(count), 0, 0, 0)
+
+
+def _inputs_text(kernel: str, workload: dict[str, Any]) -> str:
+    from kerneltune.kernels.table_format import KEYS
+
+    name = KEYS[kernel].input
+    return f"{name}={workload[name]}"
 
 
 def _config_text(config: dict[str, Any]) -> str:

@@ -36,7 +36,9 @@ def report(
         Path | None,
         typer.Option("--plots", metavar="DIR", help="Also draw roofline, convergence and loss matrix there."),
     ] = None,
-    kernel: Annotated[str | None, typer.Option("--kernel", metavar="NAME", help="Only this kernel.")] = None,
+    kernel: Annotated[
+        str | None, typer.Option("--kernel", metavar="NAME", help="Only this kernel: mla-decode or moe.")
+    ] = None,
     json_: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
     """Show what tuning won over the default and how close each shape is to the roof.
@@ -50,7 +52,7 @@ def report(
     from kerneltune.report.load import find_folders, read_report
     from kerneltune.report.text import print_report
 
-    found = read_report(find_folders(folder), kernel)
+    found = read_report(find_folders(folder, kernel), kernel)
     for warning in found.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if not found.trials and not found.rows:

@@ -27,7 +27,7 @@ def search(
     tp: int | None = typer.Option(None, help="Tensor-parallel GPUs; default 1 with --model, else 8."),
     ep: int = typer.Option(1, help="Expert-parallel GPUs (moe)."),
     workload: list[str] = typer.Option([], help="One whole workload, k=v,...; repeatable. Replaces the ladder."),
-    ladder: str = typer.Option("standard", help="standard or full."),
+    ladder: str = typer.Option("standard", help="A ladder of the space: standard or full."),
     routing: str | None = typer.Option(None, help="moe: uniform, zipf, dirichlet, or a file of recorded topk_ids."),
     lengths: str | None = typer.Option(None, help="mla-decode: equal, spread, or a file of recorded lengths."),
     space: Path | None = typer.Option(None, help="Another search space (TOML)."),
@@ -37,7 +37,7 @@ def search(
         help="Distinct configs for each workload (and part), recorded ones included. Default: until another is unlikely"
         " to pay.",
     ),
-    budget: str | None = typer.Option(None, help="Time for the whole search: 90s, 10m, 1h."),
+    budget: str | None = typer.Option(None, help="Time for the whole search: 90s, 10m, 1h; a bare number is seconds."),
     sampler: str = typer.Option("default", help="default, tpe, gp, cmaes, random, exhaustive or descent."),
     seed: int = typer.Option(0, help="Of the sampler and the inputs."),
     max_loss: str = typer.Option(
@@ -59,7 +59,8 @@ def search(
     from kerneltune.cli.progress import ConsoleProgress
     from kerneltune.tuning import api
 
-    progress = ConsoleProgress(kernel)
+    budget_s = parse_budget(budget)
+    progress = ConsoleProgress(kernel, budget_s)
     try:
         result = api.search(
             kernel,
@@ -72,7 +73,7 @@ def search(
             lengths=lengths,
             space=space,
             trials=trials,
-            budget_s=parse_budget(budget),
+            budget_s=budget_s,
             sampler=sampler,
             seed=seed,
             max_loss=parse_fraction(max_loss),
@@ -137,7 +138,8 @@ def _print(result: Result, as_json: bool) -> None:
     remembered = f", {result.remembered} already in the records" if result.remembered else ""
     done = "measured" if result.live else "replayed"
     print(f"trials and finalists: {result.measured} {done} now{remembered}", file=sys.stderr)
-    print(f"table: {result.table}", file=sys.stderr)
+    for table in result.tables:
+        print(f"table: {table}", file=sys.stderr)
     try:
         pictures = plots.save_plots(result.out, result.out / "plots")
     except OSError as error:
@@ -173,6 +175,7 @@ def _summary(result: Result) -> dict[str, Any]:
     ]
     return {
         "table": str(result.table),
+        "tables": [str(table) for table in result.tables],
         "out": str(result.out),
         "measured": result.measured,
         "remembered": result.remembered,

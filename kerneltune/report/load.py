@@ -70,14 +70,15 @@ class _Table(msgspec.Struct):
 _table_decoder = msgspec.json.Decoder(_Table)
 
 
-def find_folders(folder: Path | None) -> tuple[Path, ...]:
-    """The result folders meant: `folder` or those in it; without it the last search here, else what is shipped.
+def find_folders(folder: Path | None, kernel: str | None = None) -> tuple[Path, ...]:
+    """The result folders meant: `folder` or those in it; without it the last search here (of `kernel`), else what is
+    shipped.
 
     Raises:
         UserError: there is no such folder, or nothing of a search in it.
     """
     if folder is None:
-        runs = [found for found in Path("kerneltune-results").glob("*/*") if _is_result(found)]
+        runs = [found for found in Path("kerneltune-results").glob("*/*") if _is_result(found, kernel)]
         if runs:
             return (max(runs, key=_last_written),)
         folder = Path(str(files("kerneltune"))) / "results"
@@ -171,8 +172,8 @@ def read_curves(folders: Sequence[Path], kernel: str | None = None) -> list[Curv
     ]
 
 
-def _is_result(folder: Path) -> bool:
-    return bool(_result_files(folder))
+def _is_result(folder: Path, kernel: str | None = None) -> bool:
+    return any(kernel is None or path.name.startswith(f"{kernel}.") for path in _result_files(folder))
 
 
 def _last_written(folder: Path) -> float:

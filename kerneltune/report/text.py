@@ -15,6 +15,7 @@ from kerneltune.report.data import Failure, Provenance, Report, Row, count_confi
 from kerneltune.report.load import find_folders, read_report
 from kerneltune.tuning.seconds import seconds_text
 
+FEW_NAMES = 3
 UNWRAPPED = 100_000  # columns of a console that never breaks a line
 HEADERS = ("shape", "default us", "tuned us (p20-p80)", "gain", "loss", "GB/s", "TFLOPS", "% of roof", "bound")
 
@@ -147,11 +148,13 @@ def _gains(kernel: str, rows: Sequence[Row]) -> list[tuple[str, str]]:
     lines = []
     mean = geomean(1.0 if row.no_gain else row.gain or 1.0 for row in compared)
     if mean is not None:
-        lines.append(("gain", f"{kernel}: {mean:.2f}x over the default (geometric mean of {len(compared)} shapes)"))
-    if unchanged := [row.shape for row in rows if row.no_gain]:
         lines.append(
-            ("no gain", f"{kernel}: {len(unchanged)} of {len(rows)} shapes keep the default: {'; '.join(unchanged)}")
+            ("gain", f"{kernel}: {mean:.2f}x over the default (geometric mean of {_count(len(compared), 'shape')})")
         )
+    if unchanged := [row.shape for row in rows if row.no_gain]:
+        names = f": {'; '.join(unchanged)}" if len(unchanged) <= FEW_NAMES else ""  # the column says which
+        kept = f"{len(unchanged)} of {_count(len(rows), 'shape')} keep the default{names}"
+        lines.append(("no gain", f"{kernel}: {kept}"))
     if unknown := len(rows) - len(compared):
         lines.append(("note", f"{kernel}: {unknown} of {len(rows)} shapes have no timing of the default beside them"))
     return lines

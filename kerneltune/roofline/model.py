@@ -71,7 +71,7 @@ def place(cost: Cost, time_us: float, ceilings: Ceilings, launch_us: float | Non
     return Placement(
         gbps=cost.bytes / net_us / 1e3,
         tflops=cost.flops / net_us / 1e6,
-        intensity=cost.flops / cost.bytes,
+        intensity=cost.flops / cost.bytes if cost.bytes else 0.0,  # an expert-parallel rank may have nothing to do
         bound="memory" if memory_us >= compute_us else "compute",
         floor_us=floor_us,
         roofline=floor_us / net_us,

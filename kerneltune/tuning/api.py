@@ -155,10 +155,11 @@ def search(
         result = run(backend, named, options, progress)
     finally:
         backend.close()
-    if result.table is not None and install and replay is None:
+    if install and replay is None:
         from kerneltune import tables
 
-        progress.note(f"installed: {tables.install(result.table)} (the kernels load it from now on)")
+        for table in result.tables:
+            progress.note(f"installed: {tables.install(table)} (the kernels load it from now on)")
     return result
 
 

@@ -31,7 +31,8 @@ class Result:
 
     kernel: str
     out: Path
-    table: Path | None  # None: no workload ended with a config
+    table: Path | None  # the last written; None: no workload ended with a config
+    tables: tuple[Path, ...]  # one for each dtype
     decisions: list[tuple[dict[str, Any], finalists.Decision | None]]
     measured: int  # trials and finalists measured (or replayed) by this run
     remembered: int  # taken from the records
@@ -94,6 +95,7 @@ class _Run:
         self._clock = Clock(live=backend.source == "live", budget_s=budget_s)
         self._tuned: list[_Tuned] = []
         self._table: Path | None = None
+        self._tables: dict[Path, None] = {}  # in the order in which they were begun
 
     def run(self) -> Result:
         self._progress.begin(self._workloads)
@@ -118,6 +120,7 @@ class _Run:
             self._backend.kernel,
             self._options.out,
             self._table,
+            tuple(self._tables),
             [(tuned.workload, tuned.decision) for tuned in self._tuned],
             self._log.measured,
             self._log.remembered,
@@ -164,6 +167,7 @@ class _Run:
         if tuned.decision is not None:
             entry = winner_entry(self._backend.kernel, tuned.workload, tuned.decision)
             self._table = tables.add_entry(*self._table_place(), entry)
+            self._tables.setdefault(self._table)
 
     def _prefetch(self, following: int, tuned: _Tuned) -> None:
         if following >= len(self._workloads):

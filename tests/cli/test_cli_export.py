@@ -113,13 +113,19 @@ def test_export_falls_back_to_the_shipped_tables(
 ASKED = "batch=12,kv_len=4096,heads=16"
 
 
+def test_lookup_says_that_a_folder_holds_no_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    searched(8, 6)
+    asked = ("lookup", "mla-decode", ASKED, "--target", "sm_90", "--table", "kerneltune-results")
+    assert "--table kerneltune-results: no *.json in this folder" in command(capsys, *asked, code=2)
+
+
 def test_lookup_names_file_and_entry(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     path = searched(8, 6)
     monkeypatch.setenv("KERNELTUNE_TABLES", str(path))
     shown = command(capsys, "lookup", "mla-decode", ASKED, "--target", "sm_90").splitlines()
     assert shown == [
         "mla-decode  batch=12 kv_len=4096 heads=16 bf16  NVIDIA H200",
-        "  entry     batch=8 kv_len=4096 heads=16 bf16 (nearest, 0.58 away in summed |log2|)",
+        "  entry     batch=8 kv_len=4096 heads=16 bf16 (nearest, sizes a factor of 1.50 away)",
         "  config    BLOCK_H=16  BLOCK_N=64  num_splits=6  num_warps=4  num_stages=2",
         f"  file      {path} (KERNELTUNE_TABLES)",
         "  measured  12.5 us, default 20.0 us, 87% of the measured memory ceiling",

@@ -172,6 +172,7 @@ def test_find_folders_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for path in old.rglob("*.json*"):
         os.utime(path, (1e9, 1e9))
     assert find_folders(None) == (new,)
+    assert find_folders(None, "mla-decode") == (old,)
     assert set(find_folders(Path("kerneltune-results"))) == {old, new}
 
 

@@ -29,6 +29,14 @@ def test_search_from_python_ends_with_a_table_that_loads(tmp_path: Path, recordi
     assert len(kerneltune.load_table(result.table).entries) == 4
 
 
+def test_workloads_of_two_dtypes_end_in_two_tables_and_both_are_named(tmp_path: Path) -> None:
+    shipped = Path(kerneltune.__file__).parent / "results"
+    asked = ["batch=32,kv_len=2048", "batch=16,kv_len=4096,dtype=fp16,lengths=spread"]
+    result = kerneltune.search("mla-decode", workloads=asked, replay=shipped, trials=2, out=tmp_path / "out")
+    assert sorted(path.name.split(".")[1] for path in result.tables) == ["bf16", "fp16"]
+    assert [len(kerneltune.load_table(path).entries) for path in result.tables] == [1, 1]
+
+
 def test_named_workloads_are_answered_from_their_recordings_alone(tmp_path: Path, recordings: Path) -> None:
     result = kerneltune.search(
         "mla-decode", workloads=["batch=1,kv_len=8192,heads=128"], replay=recordings, trials=10, out=tmp_path / "out"

@@ -308,7 +308,7 @@ def test_the_command_line_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[
     table = tmp_path / "out" / "tables" / "mla-decode.bf16.nvidia-h200.json"
     asked = ["lookup", "mla-decode", "batch=6,kv_len=8192,heads=128", "--target", "sm_90", "--table", table]
     _, out, _ = command(capsys, *asked)
-    assert "(nearest, 0.42 away in summed |log2|, measured loss" in out
+    assert "(nearest, sizes a factor of 1.33 away, measured loss" in out
     asked[2] = "batch=1,kv_len=8192,heads=128"
     _, out, _ = command(capsys, *asked)
     assert "(exact, measured loss 1.5 %)" in out

@@ -69,6 +69,18 @@ def test_order_of_tiles(group_m: int, device: str) -> None:
     assert worst_error(fused_moe(**inputs, config=tiles), inputs) <= tolerance(inputs)
 
 
+@pytest.mark.parametrize("group", CASES["gpu_mode_nvfp4_group_gemm"]["groups"], ids=lambda g: "n{n}-k{k}".format(**g))
+def test_published_group_sizes(group: dict[str, Any], device: str) -> None:
+    """Experts of the published, uneven numbers of rows (an 8th of them), in fp16; widths a 32nd."""
+    rows = [-(-m // 8) for m in group["m"]]
+    ids = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), torch.tensor(rows))
+    shuffled = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))]
+    inputs = make_inputs(len(ids), E=len(rows), N=group["n"] // 64, K=group["k"] // 32, top_k=1, device=device)
+    inputs["topk_ids"] = shuffled[:, None].to(device)
+    tiles = config(16, (64, 128, 1, 4, 2), (128, 64, 1, 4, 2))
+    assert worst_error(fused_moe(**inputs, config=tiles), inputs) <= tolerance(inputs)
+
+
 def _ids(kind: str, ids: torch.Tensor) -> torch.Tensor:
     ids = ids.clone()
     if kind == "all tokens to one expert":
