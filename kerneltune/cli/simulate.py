@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,11 +66,21 @@ def simulate(
     tasks = [(index, name) for index in range(len(found)) for name in names]
     results: list[Simulation] = []
     with ProcessPoolExecutor(
-        min(jobs or os.cpu_count() or 1, len(tasks)), get_context("spawn"), _load, (paths,)
+        min(jobs or os.cpu_count() or 1, len(tasks)), get_context("spawn"), _take, (found,)
     ) as pool:
-        for result in pool.map(_simulate, tasks, [seeds] * len(tasks), [prior] * len(tasks)):
-            results.append(result)
-            print(f"[{len(results)}/{len(tasks)}] {result.recording}: {result.sampler}", file=sys.stderr, flush=True)
+        try:
+            for future in _submit(pool, tasks, seeds, prior):
+                result = future.result()
+                results.append(result)
+                print(
+                    f"[{len(results)}/{len(tasks)}] {result.recording}: {result.sampler}", file=sys.stderr, flush=True
+                )
+        except BrokenProcessPool:
+            raise UserError("a process of the simulation was killed (out of memory?); fewer --jobs need less") from None
+        except BaseException:
+            for child in active_children():
+                child.kill()
+            raise
     if as_json:
         print(json.dumps([result.to_dict() for result in results]))
     else:
@@ -80,11 +92,20 @@ def simulate(
             print(f"picture: {path}", file=sys.stderr)
 
 
-def _load(paths: list[Path]) -> None:
+def _take(recordings: list[Recording]) -> None:
     """In each process, once."""
-    from kerneltune.recordings import find_recordings
+    _recordings.extend(recordings)
 
-    _recordings.extend(find_recordings(paths))
+
+def _submit(
+    pool: ProcessPoolExecutor, tasks: list[tuple[int, str]], seeds: int, prior: str
+) -> list[Future[Simulation]]:
+    """All tasks. The processes start here and inherit the mask, so that Ctrl-C reaches this one alone, which ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return [pool.submit(_simulate, task, seeds, prior) for task in tasks]
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _simulate(task: tuple[int, str], seeds: int, prior: str) -> Simulation:
