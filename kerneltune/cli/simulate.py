@@ -6,9 +6,10 @@ import json
 import os
 import signal
 import sys
+import threading
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import active_children, get_context
+from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,14 +94,22 @@ def simulate(
 
 
 def _take(recordings: list[Recording]) -> None:
-    """In each process, once."""
+    """In each process, once; it ends with the command, however that ends."""
     _recordings.extend(recordings)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _submit(
     pool: ProcessPoolExecutor, tasks: list[tuple[int, str]], seeds: int, prior: str
 ) -> list[Future[Simulation]]:
-    """All tasks. The processes start here and inherit the mask, so that Ctrl-C reaches this one alone, which ends them."""
+    """All tasks; the processes start here and inherit the mask: Ctrl-C reaches this one alone, which ends them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return [pool.submit(_simulate, task, seeds, prior) for task in tasks]
