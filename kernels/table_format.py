@@ -159,9 +159,26 @@ def _check_depth(value: object, left: int) -> None:
 
 def _check_entry(entry: object, keys: Keys, where: str) -> None:
     fields = _mapping(entry, where)
-    workload = _mapping(fields.get("workload"), f"{where}.workload")
+    check_workload(fields.get("workload"), keys, f"{where}.workload")
+    config = _mapping(fields.get("config"), f"{where}.config")
+    if not config:
+        raise TableError(f"{where}.config: expected parameters, got none")
+    for name, value in config.items():
+        _text(name, f"{where}.config, a name")
+        for inner, item in value.items() if isinstance(value, dict) else [("value", value)]:
+            _text(inner, f"{where}.config.{name}, a name")
+            _check_parameter(item, f"{where}.config.{name}" + (f".{inner}" if isinstance(value, dict) else ""))
+    for part in ("measured", "loss", "provenance"):
+        for name, value in _mapping(fields.get(part, {}), f"{where}.{part}").items():
+            _check_finite(value, f"{where}.{part}.{name}")
+    _check_loss(fields.get("loss", {}), keys, f"{where}.loss")
+
+
+def check_workload(value: object, keys: Keys, where: str) -> None:
+    """Raise TableError where a workload is not one as tables write it."""
+    workload = _mapping(value, where)
     for name in keys.all:
-        field = f"{where}.workload.{name}"
+        field = f"{where}.{name}"
         if name not in workload:
             raise TableError(f"{field}: is missing")
         if name == keys.input:
@@ -178,19 +195,7 @@ def _check_entry(entry: object, keys: Keys, where: str) -> None:
             _whole(workload[name], field)
     if len(workload) != len(keys.all):
         unknown = next(name for name in workload if name not in keys.all)
-        raise TableError(f"{where}.workload: unknown key {unknown!r:.80}; it may decide what fits")
-    config = _mapping(fields.get("config"), f"{where}.config")
-    if not config:
-        raise TableError(f"{where}.config: expected parameters, got none")
-    for name, value in config.items():
-        _text(name, f"{where}.config, a name")
-        for inner, item in value.items() if isinstance(value, dict) else [("value", value)]:
-            _text(inner, f"{where}.config.{name}, a name")
-            _check_parameter(item, f"{where}.config.{name}" + (f".{inner}" if isinstance(value, dict) else ""))
-    for part in ("measured", "loss", "provenance"):
-        for name, value in _mapping(fields.get(part, {}), f"{where}.{part}").items():
-            _check_finite(value, f"{where}.{part}.{name}")
-    _check_loss(fields.get("loss", {}), keys, f"{where}.loss")
+        raise TableError(f"{where}: unknown key {unknown!r:.80}; it may decide what fits")
 
 
 def _check_loss(loss: Mapping[str, Any], keys: Keys, where: str) -> None:

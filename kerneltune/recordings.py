@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kerneltune.errors import UserError
-from kerneltune.records import MOST, Trial, is_sound
+from kerneltune.records import Trial
 
 SCHEMA = 1
+MOST_POINTS = 1_000_000  # as many combinations as a space may have; a small file can claim billions
 MEASURED = ("outcome", "reason", "time_us", "p20_us", "p80_us", "samples", "error")
 RESOURCES = ("registers", "spills", "shared_bytes", "compile_s", "gate_s", "timing_s")
 _FIGURES = (*MEASURED, "flops", "bytes", *RESOURCES)
@@ -63,6 +64,13 @@ class Recording:
         """Eight hex digits that change with any figure of the recording."""
         text = json.dumps([self.kernel, self.workload, self.date, [t.time_us for t in self.trials]], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+    def rest(self, shared_values: Sequence[Any]) -> float | None:
+        """Microseconds beside the parts under these values of the shared parameters; None: no whole config ran there.
+
+        An empty `rest_us` says nothing of several parts: then the parts are all there is.
+        """
+        return self.rest_us.get(canonical(list(shared_values))) if self.rest_us else 0.0
 
 
 def canonical(mapping: Any) -> str:
@@ -109,15 +117,22 @@ def read_recording(path: Path) -> Recording:
     """
     import pyarrow.parquet as pq
 
+    from kerneltune.recording_checks import check
+
     try:
-        table = pq.read_table(path)
+        if not path.is_file():
+            raise ValueError("not a regular file")
+        with pq.ParquetFile(path) as file:
+            if file.metadata.num_rows > MOST_POINTS:
+                raise ValueError(f"{file.metadata.num_rows} rows, expected at most {MOST_POINTS}")
+            table = file.read()
         metadata = table.schema.metadata or {}
         header = json.loads(metadata[b"kerneltune"])
         names = json.loads(metadata[b"parameters"])
         rows = table.to_pylist()
         if header["schema"] != SCHEMA:
             raise UserError(f"{path}: recording of schema {header['schema']}, this version reads {SCHEMA}")
-        header["parts"], header["shared"] = tuple(header["parts"]), tuple(header["shared"])
+        header["parts"], header["shared"] = (tuple(_texts(header, name)) for name in ("parts", "shared"))
         trials = tuple(
             Trial(
                 session=path.stem,
@@ -134,7 +149,7 @@ def read_recording(path: Path) -> Recording:
         rounds = {
             point_key(t.part, t.config): row["rounds"]
             for t, row in zip(trials, rows, strict=True)
-            if row.get("rounds", 1) > 1
+            if (row.get("rounds") or 1) > 1
         }
         estimates = {
             point_key(t.part, t.config): row["estimate_us"]
@@ -142,7 +157,7 @@ def read_recording(path: Path) -> Recording:
             if row.get("estimate_us") is not None
         }
         recording = Recording(**header, trials=trials, rounds=rounds, estimates_us=estimates)
-        _check(recording)
+        check(recording, names)
         return recording
     except UserError:
         raise
@@ -150,49 +165,15 @@ def read_recording(path: Path) -> Recording:
         raise UserError(f"{path}: not a kerneltune recording ({type(error).__name__}: {error})") from error
 
 
+def _texts(header: dict[str, Any], name: str) -> list[str]:
+    if not isinstance(header[name], list) or not all(isinstance(text, str) for text in header[name]):
+        raise ValueError(f"{name}: expected a list of names")
+    return header[name]
+
+
 def _figures(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: row[name] if name in row else _OPTIONAL.get(name) for name in _FIGURES}
-
-
-def _check(recording: Recording) -> None:
-    """Raise ValueError where a recording could not be replayed."""
-    from kerneltune.device import slug
-    from kerneltune.kernels.device import Device
-    from kerneltune.kernels.table_format import KEYS
-    from kerneltune.roofline.model import Ceilings
-
-    device, ceilings = Device(**recording.device), Ceilings.from_dict(recording.ceilings)
-    costs = [int(recording.whole["flops"]), int(recording.whole["bytes"])]
-    costs += [cost for trial in recording.trials for cost in (trial.flops, trial.bytes)]
-    rates = [ceilings.dram_read_gbps, ceilings.tflops[str(recording.whole["compute"])], *costs]
-    texts = (device.name, recording.kernel, *recording.parts, *recording.shared, recording.kernel_hash)
-    if not all(isinstance(text, str) and text for text in texts) or not recording.parts:
-        raise ValueError("a name is missing")
-    keys = KEYS.get(recording.kernel)
-    if keys is not None and set(recording.workload) != set(keys.all):
-        raise ValueError(f"the workload's keys are not those of {recording.kernel}")
-    scaled = keys.scaled if keys is not None else ()
-    for name, value in recording.workload.items():
-        whole = isinstance(value, int) and value >= 0
-        if (name in scaled and not (whole and value)) or not (whole or (isinstance(value, str) and slug(value))):
-            raise ValueError(f"workload.{name}: {value!r}")
-    if not slug(device.name):
-        raise ValueError("the device has no name")
-    if not all(0 < rate < MOST**2 for rate in rates) or not 0 <= recording.launch_us < MOST:
-        raise ValueError("a ceiling or a cost is not above zero")
-    if not all(is_sound(trial) for trial in recording.trials):
-        raise ValueError("a time is not above zero")
-    points = {point_key(t.part, t.config) for t in recording.trials}
-    for part in recording.parts:
-        default = recording.default_config if len(recording.parts) == 1 else recording.default_config[part]
-        if point_key(part, default) not in points:
-            raise ValueError(f"the default config of {part} was not recorded")
-    if recording.estimates_us and not (
-        len(recording.estimates_us) == len(points) and all(0 < each < MOST for each in recording.estimates_us.values())
-    ):
-        raise ValueError("estimate_us is not above zero for each point")
-    if not isinstance(recording.versions, dict) or not isinstance(recording.rest_us, dict):
-        raise ValueError("versions and rest_us must be mappings")
+    """Columns that may be missing, and cells of them that are null, get what `_OPTIONAL` says."""
+    return {name: row.get(name) if row.get(name) is not None else _OPTIONAL.get(name) for name in _FIGURES}
 
 
 def find_recordings(paths: Iterable[Path], kernel: str | None = None) -> list[Recording]:

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (  # lowest first; a module may import its own layer and those before it
     {"kernels"},
     {"errors", "registry", "expressions", "provenance", "child", "device", "space", "compile_cache"},
-    {"roofline", "records", "recordings"},
+    {"roofline", "records", "recordings", "recording_checks"},
     {"measure", "compile", "workloads"},
     {"tuning", "report", "engines", "tables"},
     {"cli"},

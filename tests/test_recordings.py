@@ -58,7 +58,7 @@ def damaged(path: Path, **header: object) -> Path:
     [
         {"device": {}}, {"device": "x"}, {"ceilings": {}}, {"workload": [1]}, {"workload": {"batch": 1}}, {"parts": []},
         {"parts": ["zzz"]}, {"default_config": {"a": 1}}, {"default_config": None}, {"whole": {}}, {"launch_us": "x"},
-        {"launch_us": -1}, {"versions": None}, {"kernel": "gemm"},
+        {"launch_us": -1}, {"versions": None}, {"kernel": ""},
     ],
     ids=str,
 )  # fmt: skip

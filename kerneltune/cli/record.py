@@ -26,7 +26,7 @@ def record(
     routing: str | None = typer.Option(None, help="moe: uniform, zipf, dirichlet, or a file of recorded topk_ids."),
     lengths: str | None = typer.Option(None, help="mla-decode: equal, spread, or a file of recorded lengths."),
     space: Path | None = typer.Option(None, help="Another search space (TOML)."),
-    seed: int = typer.Option(0, help="Of the inputs."),
+    seed: int = typer.Option(0, min=0, max=2**32 - 1, help="Of the inputs."),
     out: Path | None = typer.Option(None, help="Default: ./kerneltune-results/<device>/<kernel>."),
     device: int = typer.Option(0, min=0, help="Which GPU."),
     as_json: bool = typer.Option(False, "--json", help="Print the paths as JSON."),

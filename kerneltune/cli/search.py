@@ -39,7 +39,7 @@ def search(
     ),
     budget: str | None = typer.Option(None, help="Time for the whole search: 90s, 10m, 1h; a bare number is seconds."),
     sampler: str = typer.Option("default", help="default, tpe, gp, cmaes, random, exhaustive or descent."),
-    seed: int = typer.Option(0, help="Of the sampler and the inputs."),
+    seed: int = typer.Option(0, min=0, max=2**32 - 1, help="Of the sampler and the inputs."),
     max_loss: str = typer.Option(
         "2%", metavar="FRACTION", help="What a shape may lose so that few configs serve all: 2%, 0.02; 0: none."
     ),

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+import threading
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,11 +67,21 @@ def simulate(
     tasks = [(index, name) for index in range(len(found)) for name in names]
     results: list[Simulation] = []
     with ProcessPoolExecutor(
-        min(jobs or os.cpu_count() or 1, len(tasks)), get_context("spawn"), _load, (paths,)
+        min(jobs or os.cpu_count() or 1, len(tasks)), get_context("spawn"), _take, (found,)
     ) as pool:
-        for result in pool.map(_simulate, tasks, [seeds] * len(tasks), [prior] * len(tasks)):
-            results.append(result)
-            print(f"[{len(results)}/{len(tasks)}] {result.recording}: {result.sampler}", file=sys.stderr, flush=True)
+        try:
+            for future in _submit(pool, tasks, seeds, prior):
+                result = future.result()
+                results.append(result)
+                print(
+                    f"[{len(results)}/{len(tasks)}] {result.recording}: {result.sampler}", file=sys.stderr, flush=True
+                )
+        except BrokenProcessPool:
+            raise UserError("a process of the simulation was killed (out of memory?); fewer --jobs need less") from None
+        except BaseException:
+            for child in active_children():
+                child.kill()
+            raise
     if as_json:
         print(json.dumps([result.to_dict() for result in results]))
     else:
@@ -80,11 +93,28 @@ def simulate(
             print(f"picture: {path}", file=sys.stderr)
 
 
-def _load(paths: list[Path]) -> None:
-    """In each process, once."""
-    from kerneltune.recordings import find_recordings
+def _take(recordings: list[Recording]) -> None:
+    """In each process, once; it ends with the command, however that ends."""
+    _recordings.extend(recordings)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
-    _recordings.extend(find_recordings(paths))
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _submit(
+    pool: ProcessPoolExecutor, tasks: list[tuple[int, str]], seeds: int, prior: str
+) -> list[Future[Simulation]]:
+    """All tasks; the processes start here and inherit the mask: Ctrl-C reaches this one alone, which ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return [pool.submit(_simulate, task, seeds, prior) for task in tasks]
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _simulate(task: tuple[int, str], seeds: int, prior: str) -> Simulation:

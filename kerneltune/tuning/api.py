@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,8 +175,15 @@ def choose_recordings(request: Request, replay: str | Path, progress: Progress) 
     found = find_recordings([shipped if replay == SHIPPED else Path(replay)], kernel)
     if not found:
         raise UserError(f"no recording of {kernel} in {'the shipped results' if replay == SHIPPED else replay}", NO_GPU)
-    first = found[0]
-    found = [r for r in found if r.device == first.device and r.kernel_hash == first.kernel_hash]
+    first, count = found[0], len(found)
+    kind = (first.device, first.kernel_hash, first.parts, first.shared)
+    found = [r for r in found if (r.device, r.kernel_hash, r.parts, r.shared) == kind]
+    if len(found) < count:
+        progress.note(f"{count - len(found)} of {count} recordings left out: of another device or kernel source")
+    twice = [key for key, number in Counter(canonical(r.workload) for r in found).items() if number > 1]
+    if twice:
+        one = next(r for r in found if canonical(r.workload) == twice[0])
+        raise UserError(f"{format_workload(kernel, one.workload)} was recorded twice in {replay}: leave one recording")
     if not request.names_something:
         return found
     # A file of inputs is the same wherever it lies.

@@ -198,8 +198,11 @@ class ReplayBackend:
         for part in self.parts:
             if point_key(part, config if len(self.parts) == 1 else config[part]) not in self._points[key]:
                 return "not recorded"
-        group = [] if len(self.parts) == 1 else [config[self.parts[0]][name] for name in self.shared]
-        return None if not group or canonical(group) in self._recordings[key].rest_us else "not recorded"
+        return None if len(self.parts) == 1 or self._rest(workload, config) is not None else "not recorded"
+
+    def _rest(self, workload: Workload, config: Mapping[str, Any]) -> float | None:
+        values = [config[self.parts[0]][name] for name in self.shared]
+        return self._recordings[canonical(workload)].rest(values)
 
     def _composed(self, workload: Workload, config: Mapping[str, Any]) -> dict[str, Any]:
         """The whole operation from its parts' recorded times and what the rest took, all net of the launch."""
@@ -208,11 +211,13 @@ class ReplayBackend:
         bad = next((row for row in rows if row["outcome"] != "ok"), None)
         if bad is not None:
             return bad | {"compile_s": 0.0}
-        group = canonical([config[self.parts[0]][name] for name in self.shared])
-        rest = recording.rest_us[group] + recording.launch_us
+        rest = self._rest(workload, config)
+        if rest is None:
+            return {"outcome": "infeasible", "reason": "no whole config was recorded with these shared parameters"}
         figures = {
-            name: rest + sum(row[name] - recording.launch_us for row in rows)
+            name: rest + recording.launch_us + sum(row[name] - recording.launch_us for row in rows)
             for name in ("time_us", "p20_us", "p80_us")
+            if all(row[name] is not None for row in rows)
         }
         return figures | {
             "outcome": "ok",

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kerneltune.errors import UserError
 from kerneltune.recordings import Recording, canonical
 from kerneltune.tuning import ladder
 from kerneltune.tuning.backends import ReplayBackend
@@ -120,12 +121,18 @@ def simulate(
         prior: "none": the search knows nothing but the space and the device's ceilings; "default": it tries the
             kernel's default config first, as real searches do; "neighbour": a default search on the nearest of `others`
             of the same exact keys was seen to its end.
+
+    Raises:
+        UserError: no config of the recording ran.
     """
+    name = f"{recording.kernel} {format_workload(recording.kernel, recording.workload)}"
+    if math.isinf(_optimum_us(recording)):
+        raise UserError(f"{name}: no whole config of this recording ran, so there is no optimum to find")
     neighbour = _nearest(recording, others) if prior == "neighbour" else None
     warm = recording.default_config if prior == "default" else None
     runs = [_Run(recording, sampler, seed, measurements, warm, neighbour) for seed in range(seeds)]
     return Simulation(
-        recording=f"{recording.kernel} {format_workload(recording.kernel, recording.workload)}",
+        recording=name,
         points=len(recording.trials),
         sampler=sampler,
         prior="none" if prior == "neighbour" and neighbour is None else prior,
@@ -187,6 +194,8 @@ class _Run:
             for part in backend.parts:
                 there, estimated = before._backend.points(neighbour.workload, part), estimates[part]
                 estimated_there = before._backend.estimates(neighbour.workload, part)
+                if not before.seen[part]:
+                    continue
                 if estimated and estimated_there:
                     estimates[part] = transferred(points[part], estimated, there, estimated_there, before.seen[part])
                 else:
@@ -233,16 +242,19 @@ class _Best:
     """The best whole config among the parts measured so far, as it would be served."""
 
     def __init__(self, recording: Recording) -> None:
-        self._parts, self._shared, self._rest_us = recording.parts, recording.shared, recording.rest_us
+        self._recording = recording
         self._times: dict[str, dict[str, float]] = {}
         self.us = math.inf
 
     def add(self, part: str, params: Mapping[str, Any], net_us: float) -> None:
-        group = canonical([params[name] for name in self._shared])
-        times = self._times.setdefault(group, {})
+        values = [params[name] for name in self._recording.shared]
+        rest_us = self._recording.rest(values) if len(self._recording.parts) > 1 else 0.0
+        if rest_us is None:
+            return  # no whole config ran with these
+        times = self._times.setdefault(canonical(values), {})
         times[part] = min(times.get(part, math.inf), net_us)
-        if len(times) == len(self._parts):
-            self.us = min(self.us, sum(times.values()) + self._rest_us.get(group, 0.0))
+        if len(times) == len(self._recording.parts):
+            self.us = min(self.us, sum(times.values()) + rest_us)
 
 
 def _optimum_us(recording: Recording) -> float:

@@ -111,7 +111,7 @@ class WorkloadStudy:
         assert isinstance(study.sampler, SurrogateSampler)
         expected: dict[str, float] = {}
         for group, value in zip(self._groups[part], study.sampler.surrogate.predict(study.state.told), strict=True):
-            expected[group] = min(expected.get(group, math.inf), math.exp(value))
+            expected[group] = min(expected.get(group, math.inf), math.exp(min(value, math.log(NEVER_US))))
         measured: dict[str, float] = {}
         for point, value in study.state.told.items():
             group = self._groups[part][point]
