@@ -15,14 +15,16 @@ from kerneltune.device import target
 from kerneltune.kernels import tables as launch_tables
 from kerneltune.kernels.device import Device
 from kerneltune.provenance import kernel_hash
-from kerneltune.recordings import Recording, canonical, find_recordings
+from kerneltune.recordings import canonical, find_recordings
 from kerneltune.records import read_folder
 from kerneltune.registry import KERNELS, load_tunable
 from kerneltune.roofline.model import Ceilings
 from kerneltune.tuning.backends import ReplayBackend
+from kerneltune.tuning.finalists import net_us
 from kerneltune.tuning.options import Options
 from kerneltune.tuning.progress import Silent
 from kerneltune.tuning.session import run
+from kerneltune.tuning.simulate import optimum_us
 
 RESULTS = Path(__file__).parents[1] / "results"
 TABLES = tables.shipped_tables()
@@ -108,21 +110,12 @@ def test_at_least_six_workloads_are_recorded_from_memory_bound_to_compute_bound(
         assert max(recording.rounds.values()) >= 3
 
 
-def best_us(recording: Recording, part: str) -> float:
-    return min(t.time_us for t in recording.trials if t.part == part and t.outcome == "ok" and t.time_us)
-
-
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_default_search_comes_within_two_percent_of_each_recorded_optimum(kernel: str, tmp_path: Path) -> None:
     backend = ReplayBackend(RECORDINGS[kernel])
-    result = run(backend, backend.workloads, Options(tmp_path, trials=40), Silent())
-    assert result.table is not None
-    trials = read_folder(tmp_path)[1]
+    result = run(backend, backend.workloads, Options(tmp_path, trials=64), Silent())
+    decisions = {canonical(workload): decision for workload, decision in result.decisions}
     for recording in RECORDINGS[kernel]:
-        for part in recording.parts:
-            found = min(
-                t.time_us
-                for t in trials
-                if t.workload == recording.workload and t.part == part and t.stage == "search" and t.time_us
-            )
-            assert found <= best_us(recording, part) * 1.02
+        decision = decisions[canonical(recording.workload)]
+        assert decision is not None
+        assert net_us(decision.winner) <= optimum_us(recording) * 1.02

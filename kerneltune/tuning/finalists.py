@@ -88,6 +88,17 @@ def net_us(trial: Trial) -> float:
     return max(trial.time_us - trial.launch_us, 1e-3)
 
 
+def best(trials: Sequence[Trial]) -> Trial | None:
+    """The fastest that ran, net of the launch."""
+    good = [trial for trial in trials if trial.outcome == "ok" and trial.time_us is not None]
+    return min(good, key=net_us, default=None)
+
+
+def distinct(configs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Without repetitions, in order."""
+    return list({canonical(config): config for config in configs}.values())
+
+
 def same_config(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     """Equal whatever the order of the keys."""
     return canonical(a) == canonical(b)

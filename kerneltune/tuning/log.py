@@ -38,6 +38,10 @@ class Log:
         """The record of this very measurement, if there is one."""
         return self._known.get(_key(workload, part, config, stage))
 
+    def recorded(self, workload: Mapping[str, Any], stage: str) -> list[Trial]:
+        """The records of a workload's whole configs at one stage."""
+        return [t for t in self._known.values() if t.stage == stage and not t.part and t.workload == workload]
+
     def add(self, trial: Trial) -> None:
         """Onto the disk, before anything else happens."""
         if not self._announced:

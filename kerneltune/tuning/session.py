@@ -154,8 +154,10 @@ class _Run:
         from kerneltune import tables
 
         chosen = finalists.choose(tuned.loop.trials, self._backend.parts, self._backend.shared)
-        others = [config for config in chosen if not finalists.same_config(config, tuned.default)]
-        configs = [tuned.default, *others]
+        earlier = finalists.best(self._log.recorded(tuned.workload, "final"))  # of a longer search into this folder
+        if earlier is not None:
+            chosen.append(dict(earlier.config))
+        configs = finalists.distinct([tuned.default, *chosen])
         if any(self._log.known(tuned.workload, "", config, "final") is None for config in configs):
             self._backend.prepare_finals(tuned.workload, configs)
             self._prefetch(following, tuned)

@@ -126,7 +126,7 @@ def simulate(
         UserError: no config of the recording ran.
     """
     name = f"{recording.kernel} {format_workload(recording.kernel, recording.workload)}"
-    if math.isinf(_optimum_us(recording)):
+    if math.isinf(optimum_us(recording)):
         raise UserError(f"{name}: no whole config of this recording ran, so there is no optimum to find")
     neighbour = _nearest(recording, others) if prior == "neighbour" else None
     warm = recording.default_config if prior == "default" else None
@@ -162,7 +162,7 @@ class _Run:
         self._recording = recording
         self._backend = ReplayBackend([recording])
         self._best = _Best(recording)
-        optimum_us = _optimum_us(recording)
+        optimum = optimum_us(recording)
         begin = time.perf_counter()
         study = self._study(sampler, seed, warm_start, neighbour)
         self.sampler_s = time.perf_counter() - begin
@@ -178,7 +178,7 @@ class _Run:
             self.sampler_s += time.perf_counter() - begin
             if asked is None:
                 self._finish(study, *pending.popleft())
-                self.fractions.append(optimum_us / self._best.us)
+                self.fractions.append(optimum / self._best.us)
 
     def _study(
         self, sampler: str, seed: int, warm_start: Mapping[str, Any] | None, neighbour: Recording | None
@@ -217,9 +217,9 @@ class _Run:
 
 
 def _random_order(recording: Recording, measurements: int) -> Floats:
-    """Mean fraction of the optimum after each measurement, parts in turns, each in random order without replacement."""
+    """Mean fraction of the optimum after each measurement: parts in turns, in random order without replacement."""
     random = np.random.default_rng(0)
-    optimum_us = _optimum_us(recording)
+    optimum = optimum_us(recording)
     by_part = [[trial for trial in recording.trials if trial.part == part] for part in recording.parts]
     total = np.zeros(measurements)
     for _ in range(RANDOM_RUNS):
@@ -234,7 +234,7 @@ def _random_order(recording: Recording, measurements: int) -> Floats:
         for number, trial in enumerate(turns[:measurements]):
             if trial.outcome == "ok" and trial.time_us is not None:
                 best.add(trial.part, trial.config, max(trial.time_us - recording.launch_us, SMALLEST_US))
-            total[number] += optimum_us / best.us
+            total[number] += optimum / best.us
     return total / RANDOM_RUNS
 
 
@@ -257,7 +257,8 @@ class _Best:
             self.us = min(self.us, sum(times.values()) + rest_us)
 
 
-def _optimum_us(recording: Recording) -> float:
+def optimum_us(recording: Recording) -> float:
+    """What the fastest whole config of a recording takes, net of the launch; inf if none ran."""
     best = _Best(recording)
     for trial in recording.trials:
         if trial.outcome == "ok" and trial.time_us is not None:

@@ -119,6 +119,15 @@ def test_more_trials_go_on_from_the_recorded_ones(tmp_path: Path) -> None:
     assert set(keys(tmp_path).values()) == {1}
 
 
+def test_a_shorter_search_into_the_same_folder_keeps_the_better_config(tmp_path: Path) -> None:
+    long = replay(tmp_path, Silent(), trials=48)
+    short = replay(tmp_path, Silent(), trials=1)
+    for (_, one), (_, other) in zip(long.decisions, short.decisions, strict=True):
+        assert one is not None
+        assert other is not None
+        assert other.winner.time_us == one.winner.time_us
+
+
 def test_a_second_search_on_the_same_records_is_refused(tmp_path: Path) -> None:
     with RecordWriter(tmp_path / "records" / "mla-decode.jsonl"), pytest.raises(RecordsInUse):
         replay(tmp_path)
