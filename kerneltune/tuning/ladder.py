@@ -33,6 +33,11 @@ def distance(a: Mapping[str, Any], b: Mapping[str, Any]) -> float:
     return total
 
 
+def trust(a: Mapping[str, Any], b: Mapping[str, Any]) -> float:
+    """How much of what was seen on one workload may be expected of another: 1 / (1 + distance)."""
+    return 1 / (1 + distance(a, b))
+
+
 def nearest(workload: Mapping[str, Any], done: Sequence[tuple[Mapping[str, Any], T]]) -> list[T]:
     """What belongs to the nearest finished workloads, nearest first: (workload, anything) pairs in."""
     ranked = sorted(done, key=lambda pair: distance(workload, pair[0]))

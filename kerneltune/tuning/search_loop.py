@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kerneltune.records import Trial
-from kerneltune.tuning import finalists
+from kerneltune.tuning import finalists, ladder
 from kerneltune.tuning.backends import Backend
 from kerneltune.tuning.clock import Clock
 from kerneltune.tuning.log import Log
@@ -121,7 +121,12 @@ class SearchLoop:
             if neighbour is None or own is None or there is None or not neighbour.told_us(part):
                 continue
             estimates[part] = transferred(
-                self._points[part], own, neighbour._points[part], there, neighbour.told_us(part)
+                self._points[part],
+                own,
+                neighbour._points[part],
+                there,
+                neighbour.told_us(part),
+                ladder.trust(self.workload, neighbour.workload),
             )
         return estimates
 

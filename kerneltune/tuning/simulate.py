@@ -197,7 +197,10 @@ class _Run:
                 if not before.seen[part]:
                     continue
                 if estimated and estimated_there:
-                    estimates[part] = transferred(points[part], estimated, there, estimated_there, before.seen[part])
+                    trust = ladder.trust(workload, neighbour.workload)
+                    estimates[part] = transferred(
+                        points[part], estimated, there, estimated_there, before.seen[part], trust
+                    )
                 else:
                     winner = min(before.seen[part], key=lambda point: before.seen[part][point])
                     warm[part] = [there[winner]]

@@ -281,13 +281,17 @@ def transferred(
     neighbour_points: Sequence[Mapping[str, Any]],
     neighbour_estimates_us: Sequence[float],
     neighbour_us: Mapping[int, float],
+    trust: float,
 ) -> list[float]:
     """Estimates corrected by how far a neighbouring workload's were from what was measured there.
 
     Args:
         neighbour_us: time of each of `neighbour_points` that was measured, by its number; at least one.
+        trust: the share of the correction that is made, 0 to 1.
     """
     together = coordinates_of([*neighbour_points, *points])
     surrogate = Surrogate(together, [*neighbour_estimates_us, *estimates_us], seed=0)
     predicted = surrogate.predict({point: math.log(time_us) for point, time_us in neighbour_us.items()})
-    return [float(value) for value in np.exp(predicted[len(neighbour_points) :])]
+    own, corrected = np.log(np.asarray(estimates_us, float)), predicted[len(neighbour_points) :]
+    correction = corrected - corrected.mean() - (own - own.mean())
+    return [float(value) for value in np.exp(own + trust * correction)]

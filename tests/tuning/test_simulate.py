@@ -57,6 +57,15 @@ def test_vllms_kernel_within_one_percent_of_its_best_pair_after_32_configs(token
     assert result.after["64"] >= 0.99
 
 
+def test_with_a_tuned_neighbour_99_percent_after_six() -> None:
+    """The neighbours among the shipped recordings are 8 to 64 times smaller or larger."""
+    found = find_recordings([SHIPPED])
+    results = [simulate(recording, "default", seeds=2, prior="neighbour", others=found) for recording in found]
+    helped = [result for result in results if result.prior == "neighbour"]
+    assert len(helped) >= 12
+    assert statistics.fmean(result.fractions[:, 5].mean() for result in helped) >= 0.985
+
+
 def test_random_order_is_as_good_as_arithmetic_says() -> None:
     recording = proto_recordings()[0]
     net = sorted(t.time_us - recording.launch_us for t in recording.trials if t.outcome == "ok" and t.time_us)

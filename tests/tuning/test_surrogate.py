@@ -99,7 +99,9 @@ def test_a_neighbours_measurements_correct_estimates() -> None:
     seen = {i: with_surprise(there[i], POINTS[i]) for i in range(0, len(POINTS), 3)} | {
         i: with_surprise(there[i], POINTS[i]) for i in range(1, len(POINTS), 3)
     }
-    corrected = transferred(POINTS, TIMES, POINTS, there, {**seen, 2: with_surprise(there[2], POINTS[2])})
+    seen[2] = with_surprise(there[2], POINTS[2])
+    corrected = transferred(POINTS, TIMES, POINTS, there, seen, trust=1.0)
+    assert transferred(POINTS, TIMES, POINTS, there, seen, trust=0.0) == pytest.approx(TIMES)
     truth = [with_surprise(us, point) for us, point in zip(TIMES, POINTS, strict=True)]
     before = np.corrcoef(np.log(TIMES), np.log(truth))[0, 1]
     after = np.corrcoef(np.log(corrected), np.log(truth))[0, 1]
