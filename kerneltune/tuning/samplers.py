@@ -8,6 +8,7 @@ Samplers of our own know the list and propose open points only.
 
 from __future__ import annotations
 
+import abc
 import math
 import random
 import warnings
@@ -182,9 +183,9 @@ class PointSampler(optuna.samplers.BaseSampler):
                     found.append(other)
         return found
 
+    @abc.abstractmethod
     def choose(self) -> int:
         """The point to try next; there is an open one."""
-        raise NotImplementedError
 
     def infer_relative_search_space(self, study: Any, trial: Any) -> dict[str, BaseDistribution]:
         return {}

@@ -187,7 +187,7 @@ class SearchLoop:
         """No part has an open point, or each has had its number of trials."""
         self.chance = 0.0
         short = {part: len(points) for part, points in self._points.items() if len(points) < self._limit}
-        self.ended = "every trial that was asked for is made"
+        self.ended = f"{self._limit} configs of each part are tried"
         if len(short) == len(self._points):
             self.ended = "every feasible config is tried"
 
