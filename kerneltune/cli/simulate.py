@@ -47,7 +47,7 @@ def simulate(
     """Score samplers: the fraction of the optimum after 16, 32, 64 distinct measurements, and against random order.
 
     A measurement is one config of one part of the operation. Without a prior the search knows the space and the
-    device's ceilings, but neither the kernel's default config nor any table. "worst 32": the least of any seed after 32;
+    device's ceilings, but neither the kernel's default config nor any table. "worst 32": the least of a seed after 32;
     "score": 0 as random order, 1 at the optimum from the first; "ms": the sampler's own time for a measurement.
     """
     from kerneltune.recordings import find_recordings
