@@ -22,8 +22,10 @@ from kerneltune.device import target
 from kerneltune.kernels.moe.tunable import TUNABLE as MOE
 from kerneltune.recordings import Recording, canonical
 from kerneltune.records import Trial, read_folder
+from kerneltune.registry import load_tunable
 from kerneltune.report.text import render
-from kerneltune.space import Space
+from kerneltune.space import Space, load_space
+from kerneltune.tuning.api import left_out
 from kerneltune.tuning.backends import ReplayBackend
 from kerneltune.tuning.options import Options
 from kerneltune.tuning.progress import Silent
@@ -75,6 +77,15 @@ def test_1_an_overflow_is_known_before_compiling_with_both_figures() -> None:
     assert TOO_LARGE in space.points(GEMM, "gemm", {}, large)
     assert space.survey(GEMM, "gemm", {}, small).rejected == {"shared memory": 1}
     assert space.survey(GEMM, "gemm", {}, large).rejected == {}
+
+
+def test_1_a_search_counts_rejections_by_rule_over_its_workloads() -> None:
+    tunable, space, small = load_tunable("moe"), load_space("moe"), target("sm_120")
+    workloads = [tunable.complete_workload({"tokens": tokens}) for tokens in (64, 4096)]
+    surveys = [space.survey(tunable, part, each, small) for each in workloads for part in tunable.parts]
+    line = left_out(space, "moe", small, workloads)
+    assert line.startswith(f"{sum(s.total for s in surveys):,} points, {sum(s.feasible for s in surveys):,} feasible; ")
+    assert f"shared memory {sum(s.rejected.get('shared memory', 0) for s in surveys):,}" in line
 
 
 def test_1_the_real_kernel_says_the_same() -> None:

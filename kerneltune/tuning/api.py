@@ -10,6 +10,7 @@ from typing import Any
 
 from kerneltune.device import detect, slug
 from kerneltune.errors import NO_GPU, UserError
+from kerneltune.kernels.device import Device
 from kerneltune.kernels.table_format import KEYS, table_workload
 from kerneltune.recordings import Recording, canonical, find_recordings
 from kerneltune.registry import KERNELS, load_tunable
@@ -136,7 +137,8 @@ def search(
     progress = progress or Silent()
     if request.names_something:
         request.workloads()  # whatever is wrong with the names is said first
-    if replay is None and detect(device) is None:
+    present = detect(device) if replay is None else None
+    if replay is None and present is None:
         progress.note("no GPU here: replaying the recordings shipped in results/; nothing is measured")
         replay = SHIPPED
     note = served_note(kernel, model)
@@ -150,6 +152,8 @@ def search(
     else:
         named = request.workloads()
         backend = LiveBackend(kernel, request.check(), device, seed)
+        if present is not None:
+            progress.note(left_out(request.check(), kernel, present, named))
     folder = Path(out) if out is not None else RESULTS / slug(str(backend.device["name"])) / kernel
     try:
         options = Options(folder, trials, budget_s, sampler, seed, command, max_loss)
@@ -162,6 +166,18 @@ def search(
         for table in result.tables:
             progress.note(f"installed: {tables.install(table)} (the kernels load it from now on)")
     return result
+
+
+def left_out(space: Space, kernel: str, device: Device, workloads: Sequence[Mapping[str, Any]]) -> str:
+    """One line: how many points of these workloads are never compiled, by the rule that rejects them."""
+    tunable = load_tunable(kernel)
+    total = 0
+    rejected: Counter[str] = Counter()
+    for survey in (space.survey(tunable, part, each, device) for each in workloads for part in tunable.parts):
+        total += survey.total
+        rejected.update(survey.rejected)
+    counts = ", ".join(f"{rule} {count:,}" for rule, count in rejected.most_common())
+    return f"{total:,} points, {total - rejected.total():,} feasible; never compiled: {counts or 'none'}"
 
 
 def choose_recordings(request: Request, replay: str | Path, progress: Progress) -> list[Recording]:
