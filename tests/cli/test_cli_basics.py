@@ -135,3 +135,19 @@ def test_a_reader_that_stops_early_is_no_fault() -> None:
 def test_every_command_has_its_file() -> None:
     files = {path.stem for path in Path(cli.__file__).parent.glob("*.py")}
     assert set(COMMANDS) <= files
+
+
+def test_an_interrupt_during_the_imports_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kerneltune.__main__ import main as command
+
+    class Interrupted:
+        def __getattr__(self, name: str) -> object:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "kerneltune.cli", Interrupted())
+    with pytest.raises(SystemExit) as left:
+        command()
+    assert left.value.code == 130
+    assert capsys.readouterr().err == "error: interrupted\n"
