@@ -289,7 +289,6 @@ class CompilePool:
         self._children: set[Child] = set()
         self._lock = threading.Lock()
         self._closed = False
-        self._unfinished = 0
         self._begun = threading.Event()
         count = workers or max(1, len(os.sched_getaffinity(0)) - CPUS_KEPT_FREE)
         self._threads = [threading.Thread(target=self._work, daemon=True, name=f"compile-{i}") for i in range(count)]
@@ -310,8 +309,6 @@ class CompilePool:
             future = self._by_job.get(name)
             if future is None or future.cancelled():
                 future = self._by_job[name] = Future()
-                self._unfinished += 1
-                future.add_done_callback(self._finished)
                 self._jobs.put((name, job, future))
                 self._begun.set()
             self._by_key[key] = future
@@ -323,10 +320,9 @@ class CompilePool:
     @property
     def idle(self) -> int:
         """How many children have nothing to do."""
-        return max(len(self._threads) - self._unfinished, 0)
-
-    def _finished(self, _: object) -> None:
-        self._unfinished -= 1
+        with self._lock:
+            unfinished = sum(not future.done() for future in self._by_job.values())
+        return max(len(self._threads) - unfinished, 0)
 
     def result(self, key: Hashable) -> Compiled:
         """Wait for one job.

@@ -282,3 +282,12 @@ def test_two_thousand_configs_of_which_500_fail_leave_the_parents_memory_flat(ow
         assert resident_mib() - before < 50
     assert failed == 500
     assert sum(path.stat().st_size for path in own_triton_cache.rglob("*") if path.is_file()) < 2**20
+
+
+def test_the_pool_says_how_many_children_are_idle() -> None:
+    with CompilePool("toy:TOY", target("sm_90"), workers=2) as pool:
+        assert pool.idle == 2
+        pool.submit("job", "dot", {"BLOCK_K": 32, "num_warps": 4, "defect": "none"}, toy.TOY.complete_workload({}))
+        assert pool.idle == 1
+        pool.result("job")
+        assert pool.idle == 2

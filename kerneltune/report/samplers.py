@@ -38,8 +38,7 @@ def best_so_far(results: Sequence[Simulation]) -> Figure:
             "markersize": 9,
             "linewidth": 2.4,
         }
-        length = min(result.fractions.shape[1] for result in own)
-        length = max(length, min(64, max(result.fractions.shape[1] for result in own)))
+        length = max(result.fractions.shape[1] for result in own)
         counts = np.arange(1, length + 1)
         _line(by_count, counts, [_extended(result.fractions, length) for result in own], sampler, style)
         seconds = np.geomspace(0.1, max(result.gpu_s.max() for result in own), GRID)
@@ -53,7 +52,9 @@ def best_so_far(results: Sequence[Simulation]) -> Figure:
     by_count.set_ylim(LOWEST, 100.5)
     by_count.legend(loc="lower right")
     recordings = len({result.recording for result in results})
-    figure.suptitle(f"Samplers on {recordings} recordings, {results[0].seeds} seeds each, prior: {results[0].prior}")
+    seeds = sorted({result.seeds for result in results})
+    runs = f"{seeds[0]} to {seeds[-1]} seeds" if len(seeds) > 1 else f"{seeds[0]} seeds each"
+    figure.suptitle(f"Samplers on {recordings} recordings, {runs}, prior: {results[0].prior}")
     for axes in (by_count, by_seconds):
         axes.grid(alpha=0.3)
     return figure
