@@ -46,7 +46,7 @@ def record(
     workloads = request.workloads()
     if detect(device) is None:
         raise UserError(f"record measures on a GPU, and GPU {device} is not here", NO_GPU)
-    backend = LiveBackend(kernel, checked, device, seed)
+    backend = LiveBackend(kernel, checked, device, seed, workloads[0])
     folder = out if out is not None else RESULTS / slug(str(backend.device["name"])) / kernel
     progress = ConsoleProgress(kernel)
     note = served_note(kernel, model)

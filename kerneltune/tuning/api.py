@@ -16,6 +16,7 @@ from kerneltune.recordings import Recording, canonical, find_recordings
 from kerneltune.registry import KERNELS, load_tunable
 from kerneltune.space import Space, load_space
 from kerneltune.tuning.backends import Backend, LiveBackend, ReplayBackend
+from kerneltune.tuning.ladder import in_order
 from kerneltune.tuning.options import Options
 from kerneltune.tuning.progress import Progress, Silent
 from kerneltune.tuning.samplers import SAMPLERS
@@ -151,7 +152,7 @@ def search(
         named = backend.workloads
     else:
         named = request.workloads()
-        backend = LiveBackend(kernel, request.check(), device, seed)
+        backend = LiveBackend(kernel, request.check(), device, seed, in_order(named)[0])
         if present is not None:
             progress.note(left_out(request.check(), kernel, present, named))
     folder = Path(out) if out is not None else RESULTS / slug(str(backend.device["name"])) / kernel

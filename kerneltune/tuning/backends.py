@@ -241,8 +241,12 @@ class LiveBackend:
 
     source = "live"
 
-    def __init__(self, kernel: str, space: Space, device_index: int, seed: int) -> None:
-        """Raises `errors.UserError` (exit 3) if that GPU is not there."""
+    def __init__(self, kernel: str, space: Space, device_index: int, seed: int, first: Workload) -> None:
+        """`first`: the workload that is measured first; its default compiles while the GPU process starts.
+
+        Raises:
+            UserError: that GPU is not there (exit 3).
+        """
         from kerneltune.compile import CompilePool
         from kerneltune.device import detect
         from kerneltune.measure.worker import GpuWorker
@@ -266,6 +270,8 @@ class LiveBackend:
         self._pruned = time.monotonic()
         self._pool = CompilePool(kernel, self._device)
         self._pool.start()  # beside the GPU process: both take seconds to import torch
+        for part, params in self._part_jobs([self.default_config(first)]):
+            self.prepare(first, part, params)
         self._worker = GpuWorker(kernel, device_index)
         self.versions = dict(self._worker.start()["versions"])
         known = ceilings.cached(found.name, self.versions)

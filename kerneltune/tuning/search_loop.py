@@ -158,7 +158,7 @@ class SearchLoop:
         with self._backend.seconds.of("sampler"):
             self.chance = self._study.chance(WORTH)
         self._checks_failed = self._checks_failed + 1 if self.chance < UNLIKELY else 0
-        if self._checks_failed == CHECKS // 2:
+        if self._checks_failed == 1:
             self._prepare_finals()
         if self._checks_failed == CHECKS:
             self.ended = f"less than {UNLIKELY:.0%} chance that another gains {WORTH:.0%}"
