@@ -6,7 +6,12 @@ Limits: one record describes one device; a machine with different GPUs has one r
 from __future__ import annotations
 
 import functools
+import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
+
+VARIABLE = "KERNELTUNE_DEVICE"
 
 
 @dataclass(frozen=True)
@@ -58,3 +63,27 @@ def current_device(index: int = 0) -> Device:
         memory_bytes=properties.total_memory,
         warp_size=properties.warp_size,
     )
+
+
+def relation(table: Mapping[str, Any], device: Device) -> str | None:
+    """How the device of a table is related to `device`: "" if it is the same, None if its entries say nothing here.
+
+    The same: name and SM count are equal, memory to 10 % (where both are known). A relative: architecture and SM count
+    are equal, and neither is a slice of a GPU (MIG): what fits and how the work divides are then equal, only memory and
+    clocks differ (H100 SXM, H800, GH200, H200, H200 NVL with 132 SMs; MI300X and MI325X). KERNELTUNE_DEVICE=NAME makes
+    this GPU count as NAME.
+
+    Returns:
+        for a relative, a few words that say why.
+    """
+    name, sm_count, arch, memory = (table.get(field) for field in ("name", "sm_count", "arch", "memory_bytes"))
+    known = memory if isinstance(memory, int) and device.memory_bytes else 0
+    alike = not known or 0.9 <= known / device.memory_bytes <= 1.1
+    if (name, sm_count) == (device.name, device.sm_count) and alike:
+        return ""
+    if name == os.environ.get(VARIABLE):
+        return f"{VARIABLE} names it"
+    if "MIG" in f"{name} {device.name}".split() or not arch or (arch, sm_count) != (device.arch, device.sm_count):
+        return None
+    sizes = f"; memory {known / 2**30:.0f} GiB there, {device.memory_bytes / 2**30:.0f} here" if known else ""
+    return f"also {arch} with {sm_count} SMs{sizes}"

@@ -1,42 +1,33 @@
 """Which tuned config serves a workload on this GPU: a lookup in JSON files, with the standard library alone.
 
-`resolve` is what an op calls before it launches. It uses only numbers that the host knows, never raises because of a
-file, and answers None (the op's default config) when no table fits. Tables are looked for in this order, and the first
-source with an entry inside the bound wins: the path that the caller gives; KERNELTUNE_TABLES, a path list of files or
-folders; the user's folder, ~/.config/kerneltune/tables; what is shipped in kerneltune/results/*/tables.
+`resolve` is what an op calls before the first launch of a shape. It uses only numbers that the host knows, never raises
+because of a file, and answers None (the op's default config) when no table fits. The first source (table_files.py)
+with an entry inside the bound wins. Tables of this very device come first, in all sources; then those of its relatives
+(device.relation).
 
-An entry fits when the device's name and SM count and every exact key are equal and each scaled key is within a factor
-of BOUND. Limits: a changed file is noticed after RECHECK_S seconds at the latest.
+An entry fits when every exact key is equal, each scaled key is within a factor of BOUND, and it is not stale under a
+strict policy (staleness.py). What is used although it is not made for this very device, compiler and source is said
+once, and so is what is left out for it.
+
+Limits: an op asks once for each shape, so a file that changes later serves the shapes that come later; `forget` makes
+this process ask anew.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import os
-import stat
-import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from kerneltune.kernels.table_format import KEYS, MAX_BYTES, Keys, Table, TableError, parse_table, table_workload
+from kerneltune.kernels.device import Device, relation
+from kerneltune.kernels.staleness import Stale, policies, staleness
+from kerneltune.kernels.table_files import Source, read_table, sources
+from kerneltune.kernels.table_format import KEYS, Keys, Table, TableError, table_workload
 
 BOUND = 2.0  # the largest ratio of a scaled key to an entry's
-RECHECK_S = 1.0  # looking at every file before every launch would cost as much as the launch
-
-MAX_REMEMBERED = 4096  # answers, and files
-
-
-@dataclass(frozen=True)
-class Source:
-    """One place in the lookup order."""
-
-    name: str  # "argument", "KERNELTUNE_TABLES", "user", "shipped"
-    files: tuple[str, ...]
-    named: frozenset[str] = frozenset()  # files that the user named one by one: what is wrong with them is said
 
 
 @dataclass(frozen=True)
@@ -49,89 +40,86 @@ class Match:
     source: str
     distance: float  # summed |log2| over the scaled keys
     exact: bool  # the very workload, and the input class if one was asked for
+    relation: str = ""  # why a table of another device serves; "": it is of this device
+    stale: tuple[Stale, ...] = ()  # in what it is out of date, yet used
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """An entry that fits but is stale under a strict policy."""
+
+    entry: Mapping[str, Any]
+    path: str
+    stale: tuple[Stale, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a lookup found."""
+
+    match: Match | None
+    left_out: tuple[LeftOut, ...]
 
 
 def resolve(
-    kernel: str, workload: Mapping[str, Any], device: Any, explicit: str | os.PathLike[str] | None = None
+    kernel: str, workload: Mapping[str, Any], device: Device, explicit: str | os.PathLike[str] | None = None
 ) -> dict[str, Any] | None:
-    """The tuned config for a launch, or None: use the default. Said once for each combination of exact keys.
+    """The tuned config for a launch, or None: use the default. What is special about the answer is warned of once.
 
     The caller checks that the config is valid for its very workload.
 
     Args:
         workload: the workload keys that the host knows; the input class (`lengths`, `routing`) may be left out.
-        device: a `Device`, or a mapping with its fields.
         explicit: a file or folder searched before all others.
     """
-    key = (kernel, tuple(workload.items()), _device_key(device), _places(explicit))
-    now = time.monotonic()
-    remembered = _answers.get(key)
-    if remembered is not None and now - remembered[0] < RECHECK_S:
-        config = remembered[1]
-    else:
-        match = find(kernel, workload, device, tables=None if explicit is None else [explicit])
-        config = None if match is None else match.config
-        if len(_answers) >= MAX_REMEMBERED:
-            _answers.clear()
-        _answers[key] = (now, config)
-    if config is None:
-        _say_untuned(kernel, workload, device)
+    answer = search(kernel, workload, device, tables=None if explicit is None else [explicit])
+    match = answer.match
+    if match is None:
+        _say_untuned(kernel, workload, device, answer.left_out)
         return None
-    return {name: dict(value) if isinstance(value, dict) else value for name, value in config.items()}
+    _say_special(kernel, workload, device, match)
+    return {name: dict(value) if isinstance(value, dict) else value for name, value in match.config.items()}
 
 
 def find(
     kernel: str,
     workload: Mapping[str, Any],
-    device: Any,
+    device: Device,
     *,
     tables: Sequence[str | os.PathLike[str]] | None = None,
     only: bool = False,
 ) -> Match | None:
-    """The best entry of the first source that has one inside the bound.
+    """The best entry of the first source that has one inside the bound; arguments as of `search`."""
+    return search(kernel, workload, device, tables=tables, only=only).match
+
+
+def search(
+    kernel: str,
+    workload: Mapping[str, Any],
+    device: Device,
+    *,
+    tables: Sequence[str | os.PathLike[str]] | None = None,
+    only: bool = False,
+) -> Answer:
+    """The best entry of the first source that has one inside the bound, and what was left out before it as stale.
 
     Args:
         tables: files or folders searched first; with `only`, nothing else is searched.
     """
-    keys = KEYS.get(kernel)
-    if keys is None:
-        return None
+    if kernel not in KEYS:
+        return Answer(None, ())
     workload = table_workload(kernel, workload)
-    exact = tuple(workload.get(name) for name in keys.exact)
-    for source in sources(tables, only=only):
-        fitting: list[tuple[float, Mapping[str, Any], str]] = []
-        classes: dict[float, set[str]] = {}  # input classes that have an entry, by distance
-        for path in source.files:
-            table = _usable(path, kernel, device, source)
-            for entry in () if table is None else table.by_exact.get(exact, ()):
-                distance = scaled_distance(keys, entry["workload"], workload)
-                if distance is not None:
-                    fitting.append((distance, entry, path))
-                    classes.setdefault(distance, set()).add(entry["workload"][keys.input])
-        if fitting:
-            distance, entry, path = min(fitting, key=lambda each: _rank(keys, each[1], workload, each[0], classes))
-            same = workload.get(keys.input) in (None, entry["workload"][keys.input])
-            return Match(entry["config"], entry, path, source.name, distance, distance == 0 and same)
-    return None
-
-
-def sources(tables: Sequence[str | os.PathLike[str]] | None = None, *, only: bool = False) -> Iterator[Source]:
-    """The places where tables are looked for, in order, with the files that lie there now."""
-    if tables is not None:
-        yield _listed("argument", [os.fspath(path) for path in tables])
-    if only:
-        return
-    named = os.environ.get("KERNELTUNE_TABLES")
-    if named:
-        yield _listed("KERNELTUNE_TABLES", [path for path in named.split(os.pathsep) if path])
-    yield Source("user", tuple(_json_files(user_folder())))
-    yield Source("shipped", _shipped())
-
-
-def user_folder() -> str:
-    """Where a search installs its tables: the folder that platformdirs gives for user configuration on Linux."""
-    root = os.environ.get("XDG_CONFIG_HOME", "").strip() or os.path.join(os.path.expanduser("~"), ".config")
-    return os.path.join(root, "kerneltune", "tables")
+    ruling, fault = policies()
+    if fault:
+        _warn_once(("policy", fault), fault)
+    places = list(sources(tables, only=only))
+    left_out: list[LeftOut] = []
+    for of_relatives in (False, True):
+        for source in places:
+            match = _best(kernel, workload, device, source, of_relatives, ruling, left_out)
+            if match is not None:
+                return Answer(match, tuple(left_out))
+    return Answer(None, tuple(left_out))
 
 
 def shape_text(kernel: str, workload: Mapping[str, Any]) -> str:
@@ -145,8 +133,14 @@ def shape_text(kernel: str, workload: Mapping[str, Any]) -> str:
 
 
 def forget() -> None:
-    """Drop remembered answers, so that the next lookup sees files written a moment ago."""
-    _answers.clear()
+    """Make every op of this process choose anew at its next call, so that it sees files written a moment ago."""
+    for clear in _chosen:
+        clear()
+
+
+def on_forget(clear: Callable[[], None]) -> None:
+    """Register what drops the choices that an op remembers."""
+    _chosen.append(clear)
 
 
 def scaled_distance(keys: Keys, entry: Mapping[str, Any], workload: Mapping[str, Any]) -> float | None:
@@ -160,39 +154,44 @@ def scaled_distance(keys: Keys, entry: Mapping[str, Any], workload: Mapping[str,
     return total
 
 
-def read_table(path: str | os.PathLike[str]) -> Table:
-    """Read and check one file; the result is kept until the file changes.
-
-    Raises:
-        TableError: it is not a sound table.
-        OSError: it cannot be read.
-    """
-    name = os.fspath(path)
-    try:
-        found = os.stat(name)
-        if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for ever
-            raise TableError("not a regular file")
-        signature = (found.st_ino, found.st_mtime_ns, found.st_size)
-        known = _files.get(name)
-        if known is None or known[0] != signature:
-            result: Table | TableError
-            try:
-                result = parse_table(_read_bytes(name), name)
-            except TableError as error:
-                result = error
-            if len(_files) >= MAX_REMEMBERED:
-                _files.clear()
-            known = _files[name] = (signature, result)
-    except ValueError as error:  # a TableError, or a path that holds a NUL
-        raise TableError(str(error)) from None
-    if isinstance(known[1], TableError):
-        raise TableError(str(known[1]))
-    return known[1]
-
-
-_answers: dict[Any, tuple[float, dict[str, Any] | None]] = {}  # (asked at, config)
-_files: dict[str, tuple[Any, Table | TableError]] = {}
+_chosen: list[Callable[[], None]] = []
 _said: set[Any] = set()
+
+
+def _best(
+    kernel: str,
+    workload: Mapping[str, Any],
+    device: Device,
+    source: Source,
+    of_relatives: bool,
+    ruling: Mapping[str, str],
+    left_out: list[LeftOut],
+) -> Match | None:
+    """The best entry of one source, among tables of this device or of its relatives; stale ones join `left_out`."""
+    keys = KEYS[kernel]
+    exact = tuple(workload.get(name) for name in keys.exact)
+    fitting: list[tuple[float, Mapping[str, Any], str, str, tuple[Stale, ...]]] = []
+    classes: dict[float, set[str]] = {}  # input classes that have an entry, by distance
+    for path in source.files:
+        table = _readable(path, source)
+        why = None if table is None else _relation(table, kernel, device, path, source)
+        if table is None or why is None or bool(why) != of_relatives:
+            continue
+        for entry in table.by_exact.get(exact, ()):
+            distance = scaled_distance(keys, entry["workload"], workload)
+            if distance is None:
+                continue
+            stale = staleness(kernel, entry["config"], entry.get("provenance", table.provenance))
+            if any(ruling[each.kind] == "strict" for each in stale):
+                left_out.append(LeftOut(entry, path, stale))
+                continue
+            fitting.append((distance, entry, path, why, stale))
+            classes.setdefault(distance, set()).add(entry["workload"][keys.input])
+    if not fitting:
+        return None
+    distance, entry, path, why, stale = min(fitting, key=lambda each: _rank(keys, each[1], workload, each[0], classes))
+    same = workload.get(keys.input) in (None, entry["workload"][keys.input])
+    return Match(entry["config"], entry, path, source.name, distance, distance == 0 and same, why, stale)
 
 
 def _rank(
@@ -217,77 +216,69 @@ def _rank(
     return distance, worst, entry_class != keys.usual_input
 
 
-def _usable(path: str, kernel: str, device: Any, source: Source) -> Table | None:
-    """The table in this file if it is sound and for this kernel and device; otherwise None, said once."""
+def _readable(path: str, source: Source) -> Table | None:
+    """The table in this file if it is sound; otherwise None, said once."""
     try:
-        table = read_table(path)
+        return read_table(path)
     except FileNotFoundError:
         if path in source.named:
             _warn_once(("file", path), f"no table there: {path} ({source.name})")
-        return None
     except (TableError, OSError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         _warn_once(("file", path, str(reason)), f"table left out: {path}: {reason}")
-        return None
-    differs = ""
-    if table.kernel != kernel:
-        differs = f"kernel is {table.kernel}, not {kernel}" if source.name == "argument" else ""
-    elif _device_key(table.device) != _device_key(device):
-        differs = "device is {} with {} SMs, not {} with {}".format(*_device_key(table.device), *_device_key(device))
-    else:
-        return table
-    if differs and path in source.named:
-        _warn_once(("differs", path, differs), f"table left out: {path}: {differs}")
     return None
 
 
-def _listed(name: str, paths: list[str]) -> Source:
-    """Files as named; of a folder the tables in it, and in its `tables` (the --out folder of a search)."""
-    files: list[str] = []
-    for path in paths:
-        if os.path.isdir(path):
-            files += [*_json_files(path), *_json_files(os.path.join(path, "tables"))]
-        else:
-            files.append(path)
-    return Source(name, tuple(files), frozenset(paths))
+def _relation(table: Table, kernel: str, device: Device, path: str, source: Source) -> str | None:
+    """`device.relation` for a table of this kernel, else None; of a file that the user named it is said why."""
+    if table.kernel != kernel:
+        if source.name == "argument" and path in source.named:
+            message = f"table left out: {path}: kernel is {table.kernel}, not {kernel}"
+            _warn_once(("differs", path, kernel), message)
+        return None
+    why = relation(table.device, device)
+    if why is None and path in source.named:
+        there, count = table.device["name"], table.device["sm_count"]
+        differs = f"device is {there} with {count} SMs, not {device.name} with {device.sm_count}"
+        _warn_once(("differs", path, differs), f"table left out: {path}: {differs}")
+    return why
 
 
-def _json_files(folder: str) -> list[str]:
-    try:
-        names = sorted(os.listdir(folder))
-    except OSError:
-        return []
-    return [os.path.join(folder, name) for name in names if name.endswith(".json") and not name.startswith(".")]
-
-
-@functools.cache
-def _shipped() -> tuple[str, ...]:
-    """The tables of the installed package: kerneltune/results, beside kerneltune/kernels (a folder or a link)."""
-    results = Path(__file__).parent.parent / "results"
-    return tuple(str(path) for path in sorted(results.glob("*/tables/*.json")))
-
-
-def _places(explicit: object) -> tuple[Any, ...]:
-    get = os.environ.get
-    return explicit, get("KERNELTUNE_TABLES"), get("XDG_CONFIG_HOME"), get("HOME")
-
-
-def _device_key(device: Any) -> tuple[Any, Any]:
-    if isinstance(device, Mapping):
-        return device.get("name"), device.get("sm_count")
-    return device.name, device.sm_count
-
-
-def _say_untuned(kernel: str, workload: Mapping[str, Any], device: Any) -> None:
+def _say_untuned(kernel: str, workload: Mapping[str, Any], device: Device, left_out: Sequence[LeftOut]) -> None:
     exact = tuple(workload.get(name) for name in (KEYS[kernel].exact if kernel in KEYS else ()))
-    key = ("untuned", kernel, exact, _device_key(device))
-    if key not in _said:  # before any text is made: this runs at every launch
-        shape = shape_text(kernel, workload)
+    shape = shape_text(kernel, workload)
+    if left_out:
+        first = left_out[0]
+        why = "; ".join(each.reason for each in first.stale)
         message = (
-            f"{kernel}: no tuned config for {shape.replace(',', ' ')} on {_device_key(device)[0]}; the default is used "
-            f"(to tune it: kerneltune search {kernel} --workload {shape})"
+            f"{kernel}: the tuned config for {shape.replace(',', ' ')} is stale ({why}); the default is used "
+            f"(to renew it: kerneltune revalidate {first.path})"
         )
-        _warn_once(key, message)
+        _warn_once(("stale", kernel, exact, first.path, why), message)
+        return
+    message = (
+        f"{kernel}: no tuned config for {shape.replace(',', ' ')} on {device.name}; the default is used "
+        f"(to tune it: kerneltune search {kernel} --workload {shape})"
+    )
+    _warn_once(("untuned", kernel, exact, device.name, device.sm_count), message)
+
+
+def _say_special(kernel: str, workload: Mapping[str, Any], device: Device, match: Match) -> None:
+    """Warn, once for each file and reason, that a relative's or a stale entry is used."""
+    if match.relation:
+        there = read_table(match.path).device["name"]
+        message = (
+            f"{kernel}: on {device.name} the table of {there} is used ({match.relation}): {match.path} "
+            f"(to tune this GPU: kerneltune search {kernel} --workload {shape_text(kernel, workload)})"
+        )
+        _warn_once(("relative", match.path), message)
+    told = [each for each in match.stale if policies()[0][each.kind] == "warn"]
+    if told:
+        why = "; ".join(each.reason for each in told)
+        message = (
+            f"{kernel}: a stale table is used ({why}): {match.path} (to renew it: kerneltune revalidate {match.path})"
+        )
+        _warn_once(("stale", match.path, why), message)
 
 
 def say_unusable(kernel: str, workload: Mapping[str, Any], reason: str) -> None:
@@ -304,8 +295,3 @@ def _warn_once(key: Any, message: str) -> None:
     if key not in _said:
         _said.add(key)
         warnings.warn(message, UserWarning, stacklevel=4)
-
-
-def _read_bytes(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read(MAX_BYTES + 1)

@@ -99,7 +99,7 @@ class Tunable(Protocol):
     exact_keys: tuple[str, ...]  # workload keys that a table matches exactly
     scaled_keys: tuple[str, ...]  # matched to the nearest entry in log space
     input_keys: tuple[str, ...]  # the input class: "lengths", "routing"
-    sources: tuple[str, ...]  # file names beside tunable.py whose code decides results (hashed)
+    variants: Mapping[str, tuple[str, ...]]  # variant -> "module:name" of what makes its launches (source_hash.py)
     deterministic: bool  # every config reduces in a fixed order, so that equal inputs must give equal bits
 
     def complete_workload(self, given: Workload) -> dict[str, Scalar]:

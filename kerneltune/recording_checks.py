@@ -14,7 +14,7 @@ from kerneltune.records import MOST, OUTCOMES, Trial, is_sound
 if TYPE_CHECKING:
     from kerneltune.recordings import Recording
 
-TEXTS = ("kernel", "kernel_hash", "space", "date", "command")
+TEXTS = ("kernel", "space", "date", "command")
 LEAST_ESTIMATE_US = 1e-3  # as surrogate.SMALLEST_US: what is below cannot be reached
 MOST_WHOLE = 2**31  # of a parameter or a size, as tables have it
 
@@ -43,9 +43,9 @@ def _check_header(recording: Recording) -> None:
     for name in TEXTS:
         _require(isinstance(getattr(recording, name), str), f"{name}: expected a text")
     _require(bool(recording.kernel and recording.kernel_hash), "kernel, kernel_hash: a name is missing")
-    versions = recording.versions
-    texts = isinstance(versions, dict) and all(isinstance(text, str) for text in versions.values())
-    _require(texts, "versions: expected texts by name")
+    for name, texts in (("versions", recording.versions), ("kernel_hash", recording.kernel_hash)):
+        sound = isinstance(texts, dict) and all(isinstance(text, str) for text in texts.values())
+        _require(sound, f"{name}: expected texts by name")
     device = Device(**recording.device)
     for field, value in device.to_dict().items():
         if field in ("name", "arch"):

@@ -50,7 +50,7 @@ class Recording:
     rest_us: dict[str, float]  # what the operation takes beside its parts, by the values of the shared parameters
     launch_us: float
     space: str  # the TOML it was enumerated from
-    kernel_hash: str
+    kernel_hash: dict[str, str]  # of the source, by variant
     versions: dict[str, str]
     date: str
     command: str

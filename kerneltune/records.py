@@ -35,7 +35,7 @@ class Session(msgspec.Struct, tag="session", tag_field="kind", frozen=True, kw_o
     kernel: str
     device: dict[str, Any]  # kernels.device.Device.to_dict()
     source: str  # "live", or "replay:<id of the recording set>"
-    kernel_hash: str
+    kernel_hash: dict[str, str]  # of the source, by variant
     versions: dict[str, str]  # triton, torch, driver, cuda, python, kerneltune
     ceilings: dict[str, Any]  # roofline.model.Ceilings as a dict
     seed: int

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kerneltune.errors import UserError
+from kerneltune.kernels import table_files
 from kerneltune.kernels import tables as launch_tables
 from kerneltune.kernels.table_format import (
     KEYS,
@@ -144,7 +145,7 @@ def load_table(path: str | os.PathLike[str]) -> Table:
         UserError: it is not there or not sound; the message names the field.
     """
     try:
-        return launch_tables.read_table(path)
+        return table_files.read_table(path)
     except TableError as error:
         raise UserError(f"{os.fspath(path)}: {error}") from None
     except OSError as error:
@@ -174,14 +175,14 @@ def lookup(
 
 def install(path: Path) -> Path:
     """Merge a table into the user's folder, where the kernels find it; the path there."""
-    target = Path(launch_tables.user_folder()) / path.name
+    target = Path(table_files.user_folder()) / path.name
     write_table(target, as_dict(load_table(path)))
     return target
 
 
 def shipped_tables() -> list[Path]:
     """The tables that come with the package."""
-    return [Path(path) for source in launch_tables.sources() if source.name == "shipped" for path in source.files]
+    return [Path(path) for source in table_files.sources() if source.name == "shipped" for path in source.files]
 
 
 def as_dict(table: Table) -> dict[str, Any]:
@@ -221,10 +222,10 @@ def nearest(
     """Of all entries of this kernel in all places, the one with the fewest differing fields, the closest of those."""
     best: Nearest | None = None
     least: tuple[int, float] = (0, 0.0)
-    for source in launch_tables.sources(tables):
+    for source in table_files.sources(tables):
         for path in source.files:
             try:
-                table = launch_tables.read_table(path)
+                table = table_files.read_table(path)
             except (TableError, OSError):
                 continue  # the lookup before this has warned of it
             if table.kernel != kernel:

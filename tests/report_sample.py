@@ -50,7 +50,7 @@ def session(kernel: str, source: str = "live", **fields: Any) -> Session:
         "kernel": kernel,
         "device": H200,
         "source": source,
-        "kernel_hash": "0123abcd",
+        "kernel_hash": {"split_kv": "0123abcd"},
         "versions": VERSIONS,
         "ceilings": CEILINGS.to_dict(),
         "seed": 7,
@@ -139,7 +139,8 @@ def write_search(
 
 def write_table(path: Path, kernel: str, entries: list[dict[str, Any]], **fields: Any) -> None:
     """A table in the outline that the lookup reads."""
-    provenance: dict[str, Any] = {"triton": "3.9.0", "torch": "2.13.0", "driver": "570.1", "kernel_hash": "0123abcd"}
+    provenance: dict[str, Any] = {"triton": "3.9.0", "torch": "2.13.0", "driver": "570.1"}
+    provenance |= {"kernel_hash": {"split_kv": "0123abcd"}}
     provenance |= {"ceilings": CEILINGS.to_dict(), "date": "2026-01-02", "command": f"kerneltune search {kernel}"}
     table = {"schema": 1, "kernel": kernel, "device": H200, "provenance": provenance, "entries": entries} | fields
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -342,7 +342,8 @@ def large_recording() -> Recording:
     return Recording(
         kernel="mla-decode", workload=workload, parts=("decode",), shared=(), device=DEVICE, ceilings=CEILINGS,
         default_config=points[700], whole={"flops": 10**6, "bytes": 10**6, "compute": "bf16"}, rest_us={},
-        launch_us=4.2, space="", kernel_hash="0" * 12, versions={"triton": "3.6.0"}, date="2026-11-30T00:00:00+00:00",
+        launch_us=4.2, space="", kernel_hash={"only": "0" * 12}, versions={"triton": "3.6.0"},
+        date="2026-11-30T00:00:00+00:00",
         command="", trials=trials,
     )  # fmt: skip
 

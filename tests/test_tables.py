@@ -16,20 +16,27 @@ import kerneltune
 from kerneltune import tables
 from kerneltune.device import target
 from kerneltune.errors import UserError
+from kerneltune.kernels import table_files
 from kerneltune.kernels import tables as launch_tables
 from kerneltune.registry import load_tunable
 from kerneltune.tables import add_entry, install, load_table, make_entry, make_table, table_file_name, write_table
 
 H200 = target("sm_90")
 DEVICE = H200.to_dict()
-PROVENANCE = {"triton": "3.6.0", "torch": "2.11.0", "kernel_hash": "abc", "date": "2026-12-01", "command": "x"}
+PROVENANCE = {
+    "triton": "3.6.0",
+    "torch": "2.11.0",
+    "kernel_hash": {"split_kv": "abc"},
+    "date": "2026-12-01",
+    "command": "x",
+}
 
 
 @pytest.fixture(autouse=True)
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.delenv("KERNELTUNE_TABLES", raising=False)
-    monkeypatch.setattr(launch_tables, "_shipped", lambda: ())
+    monkeypatch.setattr(table_files, "_shipped", lambda: ())
     launch_tables.forget()
     yield
     launch_tables.forget()

@@ -19,6 +19,7 @@ from kerneltune.kernels.mla_decode import config as configs
 from kerneltune.kernels.mla_decode.estimate import estimate_us
 from kerneltune.kernels.mla_decode.op import MAX_HEADS, MAX_PAGE_SIZE, MAX_S_Q, allocate_scratch, decode_calls
 from kerneltune.kernels.mla_decode.reference import mla_decode_reference
+from kerneltune.kernels.source_hash import VARIANTS
 from kerneltune.kernels.tunable import Config, Cost, Launch, Params, Problem, Scalar, Verdict, Workload
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -72,7 +73,7 @@ class MlaDecode:
     exact_keys = tuple(DEFAULTS)[:9]
     scaled_keys = ("batch", "kv_len")
     input_keys = ("lengths",)
-    sources = ("triton_split_kv.py", "combine.py")
+    variants = VARIANTS["mla-decode"]
     deterministic = True  # splits are merged in their order, nothing is atomic
 
     def complete_workload(self, given: Workload) -> dict[str, Scalar]:

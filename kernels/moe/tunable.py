@@ -17,6 +17,7 @@ from kerneltune.kernels.moe.estimate import grouped_gemm_us
 from kerneltune.kernels.moe.launch import Scratch, make_calls, make_scratch
 from kerneltune.kernels.moe.reference import fused_moe_reference
 from kerneltune.kernels.moe.routing import complete_routing, draw_topk_ids, draw_topk_weights
+from kerneltune.kernels.source_hash import VARIANTS
 from kerneltune.kernels.tunable import Config, Cost, Launch, Params, Problem, Scalar, Verdict, Workload
 
 # Relative error of one token's output. Correct kernels round intermediate, partials and out to the dtype and accumulate
@@ -62,7 +63,7 @@ class MoeTunable:
     exact_keys = EXACT_KEYS
     scaled_keys = ("tokens",)
     input_keys = ("routing",)
-    sources = ("align.py", "grouped_gemm.py", "launch.py")
+    variants = VARIANTS["moe"]
     deterministic = True  # aligned in a fixed order, choices added in theirs, nothing is atomic
 
     def complete_workload(self, given: Workload) -> dict[str, Scalar]:

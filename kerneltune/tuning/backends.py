@@ -43,7 +43,7 @@ class Backend(Protocol):
     device: dict[str, Any]
     ceilings: dict[str, Any]
     source: str  # "live" or "replay:..."
-    kernel_hash: str
+    kernel_hash: dict[str, str]
     versions: dict[str, str]
     varying_keys: tuple[str, ...]  # workload keys across which a failure holds; (): every workload answers for itself
     seconds: Seconds  # where the time goes; the search adds what its sampler takes

@@ -11,6 +11,7 @@ import pytest
 
 from kerneltune.cli import main
 from kerneltune.device import target
+from kerneltune.kernels import table_files
 from kerneltune.kernels import tables as launch_tables
 from kerneltune.registry import load_tunable
 from kerneltune.tables import add_entry, load_table, make_entry, make_table, write_table
@@ -24,7 +25,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.delenv("KERNELTUNE_TABLES", raising=False)
-    monkeypatch.setattr(launch_tables, "_shipped", lambda: ())
+    monkeypatch.setattr(table_files, "_shipped", lambda: ())
     launch_tables.forget()
     yield
     launch_tables.forget()
@@ -106,7 +107,7 @@ def test_export_falls_back_to_the_shipped_tables(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     write_table(tmp_path / "shipped.json", make_table("mla-decode", H200, {}, [entry(1)]))
-    monkeypatch.setattr(launch_tables, "_shipped", lambda: (str(tmp_path / "shipped.json"),))
+    monkeypatch.setattr(table_files, "_shipped", lambda: (str(tmp_path / "shipped.json"),))
     assert command(capsys, "export", "--to", "ship") == f"ship/{NAME}  1 entry\n"
 
 

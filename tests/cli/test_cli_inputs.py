@@ -11,7 +11,9 @@ import pytest
 
 from kerneltune import tables
 from kerneltune.cli import main
+from kerneltune.kernels import table_files
 from kerneltune.kernels import tables as launch_tables
+from kerneltune.kernels.device import Device
 from kerneltune.kernels.table_format import TableError, parse_table
 from kerneltune.recordings import find_recordings, read_recording
 from kerneltune.records import read_folder
@@ -29,7 +31,7 @@ UNIFORM = next(r for r in find_recordings([RESULTS], "moe") if (r.workload["toke
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.delenv("KERNELTUNE_TABLES", raising=False)
-    monkeypatch.setattr(launch_tables, "_shipped", lambda: ())
+    monkeypatch.setattr(table_files, "_shipped", lambda: ())
     monkeypatch.chdir(tmp_path)
     launch_tables.forget()
 
@@ -157,7 +159,7 @@ def warps_of(entries: list[dict[str, Any]], tmp_path: Path, **hint: str) -> int:
     path.unlink(missing_ok=True)
     tables.write_table(path, tables.make_table("moe", UNIFORM.device, {}, entries))
     asked = {name: value for name, value in UNIFORM.workload.items() if name != "routing"} | hint
-    match = launch_tables.find("moe", asked, UNIFORM.device, tables=[path], only=True)
+    match = launch_tables.find("moe", asked, Device(**UNIFORM.device), tables=[path], only=True)
     assert match is not None
     return int(match.config["gemm1"]["num_warps"])
 

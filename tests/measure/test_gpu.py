@@ -217,7 +217,7 @@ class GpuBackend(LiveBackend):
         self.device = found.to_dict()
         self._tunable, self.parts, self.shared = TOY, TOY.parts, TOY.shared
         self.varying_keys = TOY.scaled_keys
-        self.kernel_hash, self.versions, self.ceilings = "0" * 12, {"triton": "0"}, dict(CEILINGS)
+        self.kernel_hash, self.versions, self.ceilings = {"only": "0" * 12}, {"triton": "0"}, dict(CEILINGS)
         self.seconds = Seconds()
         self._pruned = time.monotonic()
         self._pool = CompilePool("toy:TOY", found, workers=2, timeout_s=15)

@@ -105,7 +105,7 @@ class Toy:
     exact_keys = ("k", "dtype")
     scaled_keys = ("rows",)
     input_keys = ()
-    sources = ("toy.py",)
+    variants: Mapping[str, tuple[str, ...]] = {"only": ("toy:dot_rows",)}
     deterministic = True
 
     def complete_workload(self, given: Workload) -> dict[str, Scalar]:

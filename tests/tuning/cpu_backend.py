@@ -70,7 +70,7 @@ class CpuBackend(LiveBackend):
         self._tunable = resolve_tunable(kernel)
         self.parts, self.shared = self._tunable.parts, self._tunable.shared
         self.varying_keys = (*self._tunable.scaled_keys, *self._tunable.input_keys)
-        self.kernel_hash, self.versions, self.ceilings = "0" * 12, {"triton": "0"}, dict(CEILINGS)
+        self.kernel_hash, self.versions, self.ceilings = {"only": "0" * 12}, {"triton": "0"}, dict(CEILINGS)
         self.seconds = Seconds()
         self._pool = CompilePool(kernel, self._device, workers=1, timeout_s=job_timeout_s)
         self.worker = FormulaWorker(kernel, formula, self._pool, trial_timeout_s)

@@ -29,7 +29,7 @@ FAILING = {1: "infeasible", 2: "compile_error", 3: "crashed", 4: "timed_out", 5:
 class Scripted:
     """A backend of ten points: what FAILING names fails on every workload; counts what it is asked to do."""
 
-    kernel, source, kernel_hash = "mla-decode", "live", "0" * 12
+    kernel, source, kernel_hash = "mla-decode", "live", {"split_kv": "0" * 12}
     parts: tuple[str, ...] = ("decode",)
     shared: tuple[str, ...] = ()
     varying_keys: tuple[str, ...] = ("batch", "kv_len", "lengths")

@@ -74,7 +74,7 @@ def vllm_recording(tokens: int) -> Recording:
         rest_us={},
         launch_us=LAUNCH_US,
         space="",
-        kernel_hash="vllm",
+        kernel_hash={"vllm": "vllm"},
         versions={"triton": "3.6.0"},
         date="2026-11-30",
         command="vLLM's kernel, by a script of its own",
