@@ -34,9 +34,9 @@ class KernelCall:
     args: tuple[Any, ...]
     options: Mapping[str, Any]
 
-    def __call__(self) -> None:
-        """Enqueue on the current stream."""
-        self.fn[self.grid](*self.args, **self.options)
+    def __call__(self) -> Any:
+        """Enqueue on the current stream; Triton's compiled kernel (None from its interpreter)."""
+        return self.fn[self.grid](*self.args, **self.options)
 
 
 @dataclass

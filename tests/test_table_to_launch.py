@@ -17,6 +17,7 @@ from kerneltune.kernels import tables as launch_tables
 from kerneltune.kernels.mla_decode import mla_decode
 from kerneltune.kernels.mla_decode import op as mla_op
 from kerneltune.kernels.moe import fused_moe
+from kerneltune.kernels.staleness import triton_version
 from kerneltune.kernels.tunable import KernelCall
 from kerneltune.registry import load_tunable
 
@@ -25,35 +26,29 @@ from kerneltune.registry import load_tunable
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[KernelCall]:
     """Every launch made during the test, in order."""
     calls: list[KernelCall] = []
-    original: Callable[[KernelCall], None] = KernelCall.__call__
+    original: Callable[[KernelCall], Any] = KernelCall.__call__
 
-    def spy(call: KernelCall) -> None:
+    def spy(call: KernelCall) -> Any:
         calls.append(call)
-        original(call)
+        return original(call)
 
     monkeypatch.setattr(KernelCall, "__call__", spy)
     return calls
-
-
-def forget_choices() -> None:
-    """Kernels choose once per shape; a test that changes tables must start anew."""
-    launch_tables.forget()
-    mla_op._config_for.cache_clear()
 
 
 @pytest.fixture(autouse=True)
 def own_config_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.delenv("KERNELTUNE_TABLES", raising=False)
-    forget_choices()
+    launch_tables.forget()
     yield
-    forget_choices()
+    launch_tables.forget()
 
 
 def install(tmp_path: Path, kernel: str, device: Any, workload: dict[str, Any], config: dict[str, Any]) -> None:
     measured = {"time_us": 1.0, "inputs": "equal"}
     entry = tables.make_entry(workload, config, measured)
-    path = tables.add_entry(tmp_path / "out" / "tables", kernel, device.to_dict(), {"triton": "3.6.0"}, entry)
+    path = tables.add_entry(tmp_path / "out" / "tables", kernel, device.to_dict(), {"triton": triton_version()}, entry)
     tables.install(path)
 
 
@@ -77,7 +72,7 @@ def test_mla_decode_launches_the_installed_entry_and_the_default_without_it(
     assert before != {"BLOCK_N": 16, "num_stages": 1}
     launched.clear()
     install(tmp_path, "mla-decode", mla_op.device_of(torch.device(device)), workload, config)
-    forget_choices()
+    launch_tables.forget()
     run_mla(device, 2, 4)
     split = launched[0]
     assert {name: split.options[name] for name in ("BLOCK_H", "BLOCK_N", "num_warps", "num_stages")} == {
@@ -96,7 +91,7 @@ def test_fused_moe_launches_the_installed_entry(tmp_path: Path, device: str, lau
     gemm = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 32, "GROUP_M": 1, "num_warps": 2, "num_stages": 1}
     config = {"gemm1": gemm, "gemm2": gemm | {"BLOCK_N": 32}}
     install(tmp_path, "moe", moe_op._device(torch.device(device)), workload, config)
-    forget_choices()
+    launch_tables.forget()
     hidden = torch.randn(5, 64, device=device, dtype=torch.float16)
     w1 = torch.randn(4, 64, 64, device=device, dtype=torch.float16) / 8
     w2 = torch.randn(4, 64, 32, device=device, dtype=torch.float16) / 6
@@ -118,7 +113,7 @@ def test_a_search_on_this_gpu_is_picked_up_at_launch(
                "--out", str(tmp_path / "out"), "--json"]  # fmt: skip
     found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     winner = json.loads(found.stdout)["winners"][0]
-    forget_choices()
+    launch_tables.forget()
     tunable = load_tunable(kernel)
     problem = tunable.make_problem(tunable.complete_workload(winner["workload"]), "cuda")
     launched.clear()
@@ -148,7 +143,7 @@ def test_an_entry_that_cannot_run_is_a_miss_with_one_warning(
     )
     config = {"BLOCK_H": 16, "BLOCK_N": 16, "num_splits": 3, "num_warps": 4, "num_stages": 1} | change
     install(tmp_path, "mla-decode", mla_op.device_of(torch.device(device)), workload, config)
-    forget_choices()
+    launch_tables.forget()
     launch_tables._said.clear()
     with pytest.warns(UserWarning, match="cannot run here") as caught:
         run_mla(device, 2, 3)

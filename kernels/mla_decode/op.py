@@ -1,19 +1,24 @@
 """The public MLA decode calls: check the arguments, choose a config, launch.
 
-Nothing here reads GPU memory or waits for the GPU. The launch path is kept lean: what depends only on shapes (the
-choice of a config) is computed once for each shape, so a table installed later serves the shapes that come later.
+Nothing here reads GPU memory or waits for the GPU. What depends only on shapes (the checks, the choice of a config, the
+launches but for their addresses) is done once for each shape and kept as a plan, so a table installed later serves the
+shapes that come later, or all after `tables.forget()`.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from kerneltune.kernels import launch_plan, tables
 from kerneltune.kernels.device import Device, current_device
+from kerneltune.kernels.launch_plan import Layout, Plan
+from kerneltune.kernels.mla_decode import custom_op
 from kerneltune.kernels.mla_decode.combine import combine_call
 from kerneltune.kernels.mla_decode.config import Config, default_config, is_valid
 from kerneltune.kernels.mla_decode.triton_split_kv import split_kv_call
@@ -23,6 +28,7 @@ DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 MAX_S_Q = 8
 MAX_HEADS = 128
 MAX_PAGE_SIZE = 128
+MAX_PLANS = 4096  # a few KiB each
 
 
 def mla_decode(
@@ -38,6 +44,7 @@ def mla_decode(
     config: Mapping[str, int] | Config | None = None,
     out: torch.Tensor | None = None,
     lengths: str | None = None,
+    table: str | os.PathLike[str] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from s_q new tokens to a paged latent cache: softmax(softmax_scale q k^T) v, v = k[..., :kv_lora_rank].
 
@@ -55,6 +62,7 @@ def mla_decode(
         out: where to put the result, like the returned out.
         lengths: which input class the table should assume ("equal", "spread", or lengths recorded in service,
             "lens@1a2b3c4d", as the table names them); None: whichever loses least.
+        table: a tuned table, or a folder of them, that is looked at before the usual places.
 
     Returns:
         out [batch, s_q, heads, kv_lora_rank] like q, and lse [batch, heads, s_q] float32, natural log. A query that
@@ -63,20 +71,9 @@ def mla_decode(
     Raises:
         ValueError: shapes, dtypes or the config do not fit.
     """
-    _check(q, kv_cache, block_table, cache_seqlens, softmax_scale, kv_lora_rank)
-    return _run(
-        q,
-        kv_cache,
-        block_table,
-        cache_seqlens,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        kv_lora_rank=kv_lora_rank,
-        max_kv_len=max_kv_len,
-        config=config,
-        out=out,
-        lengths=lengths,
-        empty_lse=float("-inf"),
+    return decode(
+        *(q, kv_cache, block_table, cache_seqlens, softmax_scale, causal, kv_lora_rank, float("-inf")),
+        *(max_kv_len, config, out, lengths, table),
     )
 
 
@@ -112,17 +109,7 @@ def flash_mla_with_kvcache(
     if block_table is None or cache_seqlens is None:
         raise ValueError("block_table and cache_seqlens must be given: only dense attention is supported")
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    _check(q, k_cache, block_table, cache_seqlens, scale, head_dim_v)
-    return _run(
-        q,
-        k_cache,
-        block_table,
-        cache_seqlens,
-        softmax_scale=scale,
-        causal=causal,
-        kv_lora_rank=head_dim_v,
-        empty_lse=float("inf"),
-    )
+    return decode(q, k_cache, block_table, cache_seqlens, scale, causal, head_dim_v, float("inf"))
 
 
 def get_mla_metadata(*args: Any, is_fp8_kvcache: bool = False, **kwargs: Any) -> tuple[None, None]:
@@ -157,7 +144,7 @@ def decode_calls(
 ) -> list[KernelCall]:
     """The launches of one decode, in order: the split kernel and, with several splits, the combine.
 
-    `scratch` is what `allocate_scratch` made for this config; the other arguments are as in `mla_decode`.
+    `scratch` is laid out as `scratch_layout` says for this config; the other arguments are as in `mla_decode`.
     """
     # With one split there are no partials: lse, a pointer of the same type, stands in for them.
     partials = scratch.get("partial_out", lse), scratch.get("partial_lse", lse)
@@ -172,23 +159,22 @@ def decode_calls(
     return [split, combine_call(*partials, out, lse, h_kv=kv_cache.shape[2], empty_lse=empty_lse)]
 
 
-def allocate_scratch(q: torch.Tensor, kv_lora_rank: int, num_splits: int) -> dict[str, torch.Tensor]:
-    """The float32 partial results of a config with several splits, in no particular state; none for one split."""
+def scratch_layout(batch: int, s_q: int, heads: int, kv_lora_rank: int, num_splits: int) -> Layout:
+    """The float32 partial results of a config with several splits; none for one split."""
     if num_splits == 1:
         return {}
-    rows = q.shape[0] * q.shape[1] * q.shape[2]
+    rows = batch * s_q * heads
     return {
-        "partial_out": torch.empty(rows, num_splits, kv_lora_rank, dtype=torch.float32, device=q.device),
-        "partial_lse": torch.empty(rows, num_splits, dtype=torch.float32, device=q.device),
+        "partial_out": ((rows, num_splits, kv_lora_rank), torch.float32),
+        "partial_lse": ((rows, num_splits), torch.float32),
     }
 
 
-def _run(
+def decode(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
-    *,
     softmax_scale: float,
     causal: bool,
     kv_lora_rank: int,
@@ -197,7 +183,65 @@ def _run(
     config: Mapping[str, int] | Config | None = None,
     out: torch.Tensor | None = None,
     lengths: str | None = None,
+    table: str | os.PathLike[str] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """The way of every call: by the plan of its shape, or the first time, which makes the plan."""
+    if torch.compiler.is_compiling():
+        return custom_op.call(
+            *(q, kv_cache, block_table, cache_seqlens, softmax_scale, causal, kv_lora_rank, empty_lse),
+            *(max_kv_len, config, out, lengths, table),
+        )
+    given = config if config is None or isinstance(config, Config) else Config.from_dict(config)
+    index = q.get_device()
+    # Whatever is checked, chosen or launched by, but for addresses; devices by number, -1 for the CPU.
+    key = (
+        *(q.shape, q.stride(), q.dtype, index),
+        *(kv_cache.shape, kv_cache.stride(), kv_cache.dtype, kv_cache.get_device()),
+        *(block_table.shape, block_table.stride(), block_table.dtype, block_table.get_device()),
+        *(cache_seqlens.shape, cache_seqlens.stride(), cache_seqlens.dtype, cache_seqlens.get_device()),
+        *(softmax_scale, causal, kv_lora_rank, empty_lse, max_kv_len, given, lengths, table),
+        None if out is None else (out.shape, out.stride(), out.dtype, out.get_device()),
+    )
+    if index >= 0 and index != torch.cuda.current_device():  # Triton launches on the current device
+        with torch.cuda.device(index):
+            return decode(
+                *(q, kv_cache, block_table, cache_seqlens, softmax_scale, causal, kv_lora_rank, empty_lse),
+                *(max_kv_len, given, out, lengths, table),
+            )
+    plan = _plans.get(key)
+    if plan is not None:
+        batch, s_q, heads, _ = q.shape
+        result = q.new_empty((batch, s_q, heads, kv_lora_rank)) if out is None else out
+        lse = q.new_empty((batch, heads, s_q), dtype=torch.float32)
+        pointers = [q.data_ptr(), kv_cache.data_ptr(), block_table.data_ptr(), cache_seqlens.data_ptr()]
+        pointers += [result.data_ptr(), lse.data_ptr()]
+        size = plan.workspace_bytes
+        if plan.launch(pointers, q.new_empty(size, dtype=torch.uint8) if size else None):
+            return result, lse
+    _check(q, kv_cache, block_table, cache_seqlens, softmax_scale, kv_lora_rank)
+    return _first(
+        *(q, kv_cache, block_table, cache_seqlens, softmax_scale, causal, kv_lora_rank, empty_lse),
+        *(max_kv_len, given, out, lengths, table, key),
+    )
+
+
+def _first(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    kv_lora_rank: int,
+    empty_lse: float,
+    max_kv_len: int | None,
+    given: Config | None,
+    out: torch.Tensor | None,
+    lengths: str | None,
+    table: str | os.PathLike[str] | None,
+    key: tuple[Any, ...],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose a config, launch Triton's own way, and keep the plan under `key` where there can be one."""
     batch, s_q, heads, d_qk = q.shape
     out_shape = (batch, s_q, heads, kv_lora_rank)
     if out is None:
@@ -210,18 +254,27 @@ def _run(
     page_size, h_kv = kv_cache.shape[1:3]
     kv_len = block_table.shape[1] * page_size if max_kv_len is None else max_kv_len
     exact = (q.dtype, heads, h_kv, s_q, causal, page_size, kv_lora_rank, d_qk - kv_lora_rank)
-    given = config if config is None or isinstance(config, Config) else Config.from_dict(config)
-    chosen = _config_for(exact, batch, kv_len, lengths, q.device, given)
-    scratch = allocate_scratch(q, kv_lora_rank, chosen.num_splits)
+    path = None if table is None else os.fspath(table)
+    chosen = _config_for(exact, batch, kv_len, lengths, q.device, given, path)
+    layout = scratch_layout(batch, s_q, heads, kv_lora_rank, chosen.num_splits)
+    scratch, offsets, workspace = launch_plan.carve(layout, q.device)
     calls = decode_calls(
         *(q, kv_cache, block_table, cache_seqlens, out, lse, scratch, chosen),
         softmax_scale=softmax_scale,
         causal=causal,
         empty_lse=empty_lse,
     )
-    for call in calls:
-        call()
+    tensors = [q, kv_cache, block_table, cache_seqlens, out, lse, *scratch.values()]
+    plan = launch_plan.launch_first(calls, tensors, offsets, len(workspace))
+    if plan is not None:
+        if len(_plans) >= MAX_PLANS:
+            _plans.clear()
+        _plans[key] = plan
     return out, lse
+
+
+_plans: dict[tuple[Any, ...], Plan] = {}
+tables.on_forget(_plans.clear)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -232,14 +285,13 @@ def _config_for(
     lengths: str | None,
     torch_device: torch.device,
     given: Config | None,
+    table: str | None,
 ) -> Config:
     """The caller's config if it can run, or else the table's for these host-known values, or else the default.
 
     Raises:
         ValueError: the caller's config cannot run.
     """
-    from kerneltune.kernels import tables
-
     dtype, heads, h_kv, s_q, causal, page_size, kv_lora_rank, rope = exact
     workload = {
         "dtype": DTYPE_NAMES[dtype],
@@ -262,7 +314,7 @@ def _config_for(
         return given
     if lengths is not None:
         workload["lengths"] = lengths
-    found = tables.resolve(kernel="mla-decode", workload=workload, device=device)
+    found = tables.resolve(kernel="mla-decode", workload=workload, device=device, explicit=table)
     if found is not None:
         try:
             config = Config.from_dict(found)
@@ -273,6 +325,9 @@ def _config_for(
             return config
         tables.say_unusable("mla-decode", workload, reason)
     return default_config(workload, device)
+
+
+tables.on_forget(_config_for.cache_clear)
 
 
 def device_of(torch_device: torch.device) -> Device:

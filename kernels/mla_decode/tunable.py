@@ -15,9 +15,10 @@ import torch
 
 from kerneltune.kernels import inputs as recordings
 from kerneltune.kernels.device import Device
+from kerneltune.kernels.launch_plan import allocate
 from kerneltune.kernels.mla_decode import config as configs
 from kerneltune.kernels.mla_decode.estimate import estimate_us
-from kerneltune.kernels.mla_decode.op import MAX_HEADS, MAX_PAGE_SIZE, MAX_S_Q, allocate_scratch, decode_calls
+from kerneltune.kernels.mla_decode.op import MAX_HEADS, MAX_PAGE_SIZE, MAX_S_Q, decode_calls, scratch_layout
 from kerneltune.kernels.mla_decode.reference import mla_decode_reference
 from kerneltune.kernels.source_hash import VARIANTS
 from kerneltune.kernels.tunable import Config, Cost, Launch, Params, Problem, Scalar, Verdict, Workload
@@ -155,7 +156,8 @@ class MlaDecode:
         params = configs.Config.from_dict(config)
         out = torch.empty(*q.shape[:3], rank, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
-        scratch = allocate_scratch(q, rank, params.num_splits)
+        batch, s_q, heads = q.shape[:3]
+        scratch = allocate(scratch_layout(batch, s_q, heads, rank, params.num_splits), q.device)
         calls = decode_calls(
             *(q, inputs["kv_cache"], inputs["block_table"], inputs["cache_seqlens"], out, lse, scratch, params),
             softmax_scale=problem.extra["softmax_scale"],

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import triton
 
+from kerneltune.kernels.launch_plan import Layout
 from kerneltune.kernels.moe.align import CHUNK, align_kernel, max_blocks
 from kerneltune.kernels.moe.config import GemmConfig
 from kerneltune.kernels.moe.grouped_gemm import down_kernel, gate_up_kernel, sum_kernel
@@ -29,17 +30,17 @@ class Scratch:
     partials: torch.Tensor  # [tokens * top_k, K], in pair order
 
 
-def make_scratch(hidden: torch.Tensor, w1: torch.Tensor, topk_ids: torch.Tensor, block_m: int) -> Scratch:
-    """Allocate for the worst routing of this many tokens."""
-    n_pairs, device = topk_ids.numel(), hidden.device
-    blocks = max_blocks(n_pairs, len(w1), block_m)
-    return Scratch(
-        sorted_token_ids=torch.empty(blocks * block_m, dtype=torch.int32, device=device),
-        expert_ids=torch.empty(blocks, dtype=torch.int32, device=device),
-        num_tokens_post_padded=torch.empty(1, dtype=torch.int32, device=device),
-        intermediate=torch.empty((n_pairs, w1.shape[1] // 2), dtype=hidden.dtype, device=device),
-        partials=torch.empty((n_pairs, hidden.shape[1]), dtype=hidden.dtype, device=device),
-    )
+def scratch_layout(tokens: int, top_k: int, E: int, N: int, K: int, dtype: torch.dtype, block_m: int) -> Layout:
+    """The fields of `Scratch`, for the worst routing of this many tokens."""
+    n_pairs = tokens * top_k
+    blocks = max_blocks(n_pairs, E, block_m)
+    return {
+        "sorted_token_ids": ((blocks * block_m,), torch.int32),
+        "expert_ids": ((blocks,), torch.int32),
+        "num_tokens_post_padded": ((1,), torch.int32),
+        "intermediate": ((n_pairs, N), dtype),
+        "partials": ((n_pairs, K), dtype),
+    }
 
 
 def make_calls(

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from kerneltune.kernels.device import Device
+from kerneltune.kernels.launch_plan import allocate
 from kerneltune.kernels.moe import config as configs
 from kerneltune.kernels.moe.estimate import grouped_gemm_us
-from kerneltune.kernels.moe.launch import Scratch, make_calls, make_scratch
+from kerneltune.kernels.moe.launch import Scratch, make_calls, scratch_layout
 from kerneltune.kernels.moe.reference import fused_moe_reference
 from kerneltune.kernels.moe.routing import complete_routing, draw_topk_ids, draw_topk_weights
 from kerneltune.kernels.source_hash import VARIANTS
@@ -287,8 +288,10 @@ def _scratch(problem: Problem, block_m: int) -> tuple[Scratch, bool]:
     """The problem's scratch for this BLOCK_M, and whether it is new: a part reads what a whole run left there."""
     kept = problem.extra.get("scratch")
     if kept is None or kept[0] != block_m:
-        inputs = problem.inputs
-        kept = (block_m, make_scratch(inputs["hidden"], inputs["w1"], inputs["topk_ids"], block_m))
+        hidden, w1 = problem.inputs["hidden"], problem.inputs["w1"]
+        (tokens, top_k), (E, rows, K) = problem.inputs["topk_ids"].shape, w1.shape
+        layout = scratch_layout(tokens, top_k, E, rows // 2, K, hidden.dtype, block_m)
+        kept = (block_m, Scratch(**allocate(layout, hidden.device)))
         problem.extra["scratch"] = kept
         return kept[1], True
     return kept[1], False

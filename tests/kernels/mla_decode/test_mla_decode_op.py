@@ -211,20 +211,19 @@ def test_bad_options_are_refused(device: str) -> None:
 
 def test_a_table_config_that_cannot_run_is_a_miss(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from kerneltune.kernels import tables
-    from kerneltune.kernels.mla_decode import op
 
     asked: list[dict[str, Any]] = []
 
-    def resolve(kernel: str, workload: dict[str, Any], device: Any) -> dict[str, int]:
+    def resolve(kernel: str, workload: dict[str, Any], device: Any, explicit: Any) -> dict[str, int]:
         asked.append(workload)
         return {**SMALL, "BLOCK_N": 17}
 
-    op._config_for.cache_clear()
+    tables.forget()
     monkeypatch.setattr(tables, "resolve", resolve)
     p = problem([40, 9], device)
     out, _ = call(p, max_kv_len=50)
     call(p, max_kv_len=50)
-    op._config_for.cache_clear()
+    tables.forget()
     torch.testing.assert_close(out, TUNABLE.reference(p)["out"].half(), rtol=2e-3, atol=1e-3)
     assert len(asked) == 1  # the second call took the remembered answer
     keys = TUNABLE.exact_keys + TUNABLE.scaled_keys
