@@ -5,8 +5,8 @@
 `bare` is what a hand-written caller does who keeps every argument as a constant: `kernel[grid](*args, **constants)` for
 each kernel of the operation, into outputs and scratch that are already there. `op` is the public call, which allocates
 its outputs and scratch, looks up the config and launches. Both are enqueued CALLS times between two synchronisations
-(the GPU is never waited for inside); medians of ROUNDS turns, alternating. The problems are small, so that the GPU keeps
-up. `lookup`: finding the plan of a shape, with the config that was chosen for it, by its key.
+(the GPU is never waited for inside); medians of ROUNDS turns, alternating. The problems are small, so that the GPU
+keeps up. `lookup`: finding the plan of a shape, with the config that was chosen for it, by its key.
 """
 
 from __future__ import annotations

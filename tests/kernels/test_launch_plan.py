@@ -15,8 +15,8 @@ from kerneltune.kernels.mla_decode import custom_op, mla_decode
 from kerneltune.kernels.moe import fused_moe
 from kerneltune.registry import load_tunable
 
-MLA = {"dtype": "fp16", "heads": 4, "page_size": 16, "batch": 2, "kv_len": 48}
-MOE = {"dtype": "fp16", "E": 4, "global_E": 4, "N": 32, "K": 64, "top_k": 2, "tokens": 5}
+MLA: dict[str, Any] = {"dtype": "fp16", "heads": 4, "page_size": 16, "batch": 2, "kv_len": 48}
+MOE: dict[str, Any] = {"dtype": "fp16", "E": 4, "global_E": 4, "N": 32, "K": 64, "top_k": 2, "tokens": 5}
 SPLITS = {"BLOCK_H": 16, "BLOCK_N": 16, "num_splits": 3, "num_warps": 4, "num_stages": 1}
 TILE = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 32, "GROUP_M": 1, "num_warps": 2, "num_stages": 1}
 
