@@ -138,6 +138,10 @@ class Tunable(Protocol):
         only the default and the finalists are vetted on them. They depend on the exact keys of `workload` alone."""
         ...
 
+    def call_variants(self, problem: Problem) -> Iterator[Problem]:
+        """The problem, and the same one as other callers pose it, for whom other binaries serve: int64 ids, say."""
+        ...
+
     def launch(self, problem: Problem, config: Config, part: str | None = None) -> Launch:
         """Bind a whole config; with `part`, `run` makes only that part's launches (its inputs must have been made by a
         run of the whole)."""

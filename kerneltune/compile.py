@@ -22,7 +22,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,11 +109,11 @@ def compile_part(kernel: Tunable | str, part: str, params: Params, workload: Wor
         with stub_driver(device):
             problem = tunable.make_problem(workload, device="meta")
             calls = tunable.launch(problem, config, part if part and len(tunable.parts) > 1 else None).calls
-            used = [_compile_call(call, device) for call in calls]
+            used = [compile_call(call, device) for call in calls]
             # The gate runs the whole operation, and on small problems; what that adds is small helper kernels.
             gated = [problem, *(edge for _, edge in tunable.edge_problems(workload, "meta"))]
             for call in (call for each in gated for call in tunable.launch(each, config).calls):
-                _compile_call(call, device, resources=False)
+                compile_call(call, device, resources=False)
     except _Infeasible as error:
         return done("infeasible", str(error))
     except Exception as error:  # whatever Triton, LLVM or ptxas make of a config
@@ -125,7 +125,7 @@ class _Infeasible(Exception):
     """It compiled, but needs more of something than the device has."""
 
 
-def _compile_call(call: KernelCall, device: Device, resources: bool = True) -> tuple[int | None, int | None, int]:
+def compile_call(call: KernelCall, device: Device, resources: bool = True) -> tuple[int | None, int | None, int]:
     """Compile one launch; (registers, spilled bytes, shared bytes)."""
     kernel = call.fn.warmup(*call.args, grid=call.grid, **call.options)
     metadata = kernel.metadata
@@ -274,14 +274,19 @@ class CompilePool:
         workers: int | None = None,
         timeout_s: float = JOB_TIMEOUT_S,
         jobs_per_child: int = JOBS_PER_CHILD,
+        handler: str = "kerneltune.compile:CompileHandler",
+        environment: Mapping[str, str | None] | None = None,
     ) -> None:
         """Args:
         kernel: a registered name or "package.module:NAME".
         workers: child processes; default: all CPUs of this process but two. All start with the first job or with
             `start`, since importing torch takes each of them seconds.
+        handler: what answers (part, params, workload) in a child with a `Compiled`.
+        environment: where the children's Triton keeps its cache; default: kerneltune's own.
         """
+        cache = compile_cache.environment() if environment is None else environment
         self._make_child: Callable[[], Child] = lambda: Child(
-            "kerneltune.compile:CompileHandler", kernel, device, env=CHILD_ENV | compile_cache.environment(), nice=5
+            handler, kernel, device, env={**CHILD_ENV, **cache}, nice=5
         )
         self._timeout_s = timeout_s
         self._jobs_per_child = jobs_per_child

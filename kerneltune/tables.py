@@ -185,6 +185,11 @@ def shipped_tables() -> list[Path]:
     return [Path(path) for source in table_files.sources() if source.name == "shipped" for path in source.files]
 
 
+def found_tables() -> list[Path]:
+    """The files that a launch here would look through, in their order."""
+    return [Path(path) for source in table_files.sources() for path in source.files]
+
+
 def as_dict(table: Table) -> dict[str, Any]:
     """The JSON form of a table that was read."""
     return make_table(table.kernel, table.device, table.provenance, table.entries)

@@ -149,6 +149,10 @@ class MlaDecode:
         if odd["heads"] <= MAX_HEADS:
             yield "7 heads, s_q=2 causal, page_size=17", {**small, **odd}
 
+    def call_variants(self, problem: Problem) -> Iterator[Problem]:
+        """Only the problem itself."""
+        yield problem
+
     def launch(self, problem: Problem, config: Config, part: str | None = None) -> Launch:
         """Bind the decode to new outputs and scratch."""
         inputs, rank = problem.inputs, int(problem.workload["kv_lora_rank"])

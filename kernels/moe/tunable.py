@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -157,6 +158,11 @@ class MoeTunable:
         }
         for K, N in ((511, 97), (520, 104)):
             yield f"K={K} N={N}", {**small, "K": K, "N": N}
+
+    def call_variants(self, problem: Problem) -> Iterator[Problem]:
+        """int32 ids, as the engines have them, and torch.topk's int64."""
+        yield problem
+        yield replace(problem, inputs=problem.inputs | {"topk_ids": problem.inputs["topk_ids"].long()}, extra={})
 
     def launch(self, problem: Problem, config: Config, part: str | None = None) -> Launch:
         gemms = configs.parse_config(config)

@@ -18,7 +18,10 @@ import typer
 from kerneltune import __version__
 from kerneltune.errors import BAD_INPUT, INTERRUPTED, UserError
 
-COMMANDS = ("search", "record", "spaces", "ceilings", "compile", "simulate", "report", "export", "lookup")
+COMMANDS = (
+    *("search", "record", "spaces", "ceilings", "compile", "warmup", "simulate", "report"),
+    *("export", "lookup", "check", "diff", "revalidate"),
+)
 
 INTERNAL_ERROR = 70  # EX_SOFTWARE of sysexits.h
 

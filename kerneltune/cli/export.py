@@ -38,7 +38,7 @@ def export(
     if form not in FORMATS:
         raise UserError(f"--format {form!r}: expected {', '.join(FORMATS)}")
     written: dict[Path, int] = {}
-    loaded = [tables.load_table(path) for path in _table_files(sources)]  # all are sound before anything is written
+    loaded = [tables.load_table(path) for path in table_files(sources)]  # all are sound before anything is written
     for table in loaded:
         dtypes = sorted({entry["workload"]["dtype"] for entry in table.entries})
         for dtype in dtypes:
@@ -53,7 +53,7 @@ def export(
             print(f"{path}  {count} entr{'y' if count == 1 else 'ies'}")
 
 
-def _table_files(sources: list[Path] | None) -> list[Path]:
+def table_files(sources: list[Path] | None) -> list[Path]:
     """The table files meant.
 
     Raises:

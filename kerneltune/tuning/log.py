@@ -18,7 +18,7 @@ class Log:
     """The record file of one search, and what it already holds for this kernel, device, compiler and source."""
 
     def __init__(self, backend: Backend, options: Options) -> None:
-        self.session = _session(backend, options)
+        self.session = new_session(backend, options)
         path = options.out / "records" / f"{backend.kernel}.jsonl"
         self._writer = RecordWriter(path)
         self._known: dict[str, Trial] = {}
@@ -66,7 +66,8 @@ class Log:
         self._writer.close()
 
 
-def _session(backend: Backend, options: Options) -> Session:
+def new_session(backend: Backend, options: Options) -> Session:
+    """Who measures now, with what."""
     return Session(
         id=uuid.uuid4().hex[:12],
         kernel=backend.kernel,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kerneltune.recordings import canonical
-from kerneltune.records import Conditions, Session, Trial
+from kerneltune.records import Conditions, Trial
 from kerneltune.tuning import finalists
 from kerneltune.tuning.backends import FINAL_ROUNDS, Backend, Work
 from kerneltune.tuning.clock import Clock
@@ -30,7 +30,7 @@ def recall_or_measure(
         log.remembered += 1
         return known, True
     figures = log.failures.recall(workload, part, params) or backend.measure(workload, part, params, stop_above_us)
-    trial = make_trial(log.session, backend, work, workload, part, params, stage, index, figures)
+    trial = make_trial(log.session.id, backend, work, workload, part, params, stage, index, figures)
     log.add(trial)
     log.measured += 1
     return trial, False
@@ -60,7 +60,7 @@ def time_finals(
             if stage == "final" and finalists.same_config(config, configs[0]):
                 figures = {"reason": "default"} | {k: v for k, v in figures.items() if k != "reason" or v}
             index = next(i for i, other in enumerate(configs) if finalists.same_config(config, other))
-            log.add(make_trial(log.session, backend, work, workload, part, config, stage, index, figures))
+            log.add(make_trial(log.session.id, backend, work, workload, part, config, stage, index, figures))
             log.measured += 1
     log.remembered += len(configs) - len(missing)
     found = [log.known(workload, part, config, stage) for config in configs]
@@ -82,7 +82,7 @@ def _failed_before(
 
 
 def make_trial(
-    session: Session,
+    session: str,
     backend: Backend,
     work: Work,
     workload: Mapping[str, Any],
@@ -92,7 +92,10 @@ def make_trial(
     index: int,
     figures: Mapping[str, Any],
 ) -> Trial:
-    """A record from what a backend measured: rates and roofline added, `suspect` where a ceiling is exceeded."""
+    """A record from what a backend measured: rates and roofline added, `suspect` where a ceiling is exceeded.
+
+    `session`: the id of the session it belongs to.
+    """
     from kerneltune.kernels.tunable import Cost
     from kerneltune.roofline.model import Ceilings, place
 
@@ -111,7 +114,7 @@ def make_trial(
             fields["outcome"] = "suspect"
             fields["reason"] = f"{placement.roofline:.0%} of the measured {placement.bound} ceiling"
     return Trial(
-        session=session.id,
+        session=session,
         workload=dict(workload),
         part=part,
         config=dict(config),

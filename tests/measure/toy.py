@@ -138,6 +138,9 @@ class Toy:
     def edge_workloads(self, workload: Workload) -> Iterator[tuple[str, dict[str, Scalar]]]:
         yield "k=511", {"k": 511, "dtype": workload["dtype"], "rows": 5}
 
+    def call_variants(self, problem: Problem) -> Iterator[Problem]:
+        yield problem
+
     def launch(self, problem: Problem, config: Config, part: str | None = None) -> Launch:
         x, w = problem.inputs["x"], problem.inputs["w"]
         defect, meta = str(config["defect"]), x.device.type == "meta"
@@ -225,6 +228,9 @@ class EmptyToy(Toy):
     ) -> Iterator[tuple[str, Problem]]:
         return iter(())
 
+    def call_variants(self, problem: Problem) -> Iterator[Problem]:
+        yield problem
+
     def launch(self, problem: Problem, config: Config, part: str | None = None) -> Launch:
         _host_defect(str(config["defect"]), problem.inputs["x"].is_meta)
         return Launch([], {})
@@ -242,6 +248,9 @@ class TwoToys(Toy):
 
     def default_config(self, workload: Workload, device: Device) -> Config:
         return {part: dict(super(TwoToys, self).default_config(workload, device)) for part in self.parts}
+
+    def call_variants(self, problem: Problem) -> Iterator[Problem]:
+        yield problem
 
     def launch(self, problem: Problem, config: Config, part: str | None = None) -> Launch:
         wide = problem.extra.setdefault(
