@@ -1,9 +1,9 @@
 """Compile what a server will launch before it does: every config of tables, into Triton's own cache.
 
 A launch finds its binary in that cache by the kernel's source, the argument types, the constants, and by which sizes
-and addresses are multiples of 16. So each entry is compiled for its own workload and for others that it serves (each scaled
-key halved and doubled: the combine kernel and the alignment of tokens depend on them), for the default config where the
-entry's cannot run there, and for each kind of caller that the kernel knows (`call_variants`).
+and addresses are multiples of 16. So each entry is compiled for its own workload and for others that it serves (each
+scaled key halved and doubled: the combine kernel and the alignment of tokens depend on them), for the default config
+where the entry's cannot run there, and for each kind of caller that the kernel knows (`call_variants`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 
@@ -79,10 +78,9 @@ def merge(
         for table in {id(table): table for table, _ in entries}.values():
             kept = [entry for origin, entry in entries if origin is table]
             if to.suffix != ".json":  # a file for each dtype
-                name = table.kernel, table.device["name"]
                 dtypes = [entry["workload"]["dtype"] for entry in kept]
-                of_file = [tables.table_file_name(name[0], dtype, name[1]) == path.name for dtype in dtypes]
-                kept = list(itertools.compress(kept, of_file))
+                names = [tables.table_file_name(table.kernel, dtype, table.device["name"]) for dtype in dtypes]
+                kept = [entry for entry, of_file in zip(kept, names, strict=True) if of_file == path.name]
             if kept:
                 tables.write_table(path, tables.make_table(table.kernel, table.device, table.provenance, kept))
         written[str(path)] = len(tables.load_table(path).entries)
@@ -93,5 +91,5 @@ def merge(
         print(
             f"conflict  {format_workload(loaded[0].kernel, conflict.workload)}: {conflict.taken}, not {conflict.left}"
         )
-    for name, count in written.items():
-        print(f"{name}  {count} entr{'y' if count == 1 else 'ies'}")
+    for file, count in written.items():
+        print(f"{file}  {count} entr{'y' if count == 1 else 'ies'}")
