@@ -4,6 +4,7 @@
 #   make search KERNEL=moe
 #   make test                 the tests that need no GPU
 #   make test TESTS=tests/report
+#   make fuzz                 100,000 hostile tables, for a night (CI has 2,000)
 #   make lint                 ruff and mypy
 #
 # TORCH and TRITON choose other requirements; more than one may be named: make test TRITON="triton==3.6.0 numpy<2.4"
@@ -21,13 +22,16 @@ CHOICE := $(shell echo '$(TORCH) $(TRITON)' | cksum | cut -d ' ' -f 1)
 REQUIREMENTS := $(foreach requirement,$(TORCH) $(TRITON),'$(requirement)')
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: search test lint clean
+.PHONY: search test fuzz lint clean
 
 search: $(VENV)/installed-$(CHOICE)
 	@for kernel in $(KERNEL); do $(BIN)/kerneltune search $$kernel || exit; done
 
 test: $(VENV)/installed-dev-$(CHOICE)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup --timeout 600 -m 'not gpu' $(TESTS)
+
+fuzz: $(VENV)/installed-dev-$(CHOICE)
+	KERNELTUNE_FUZZ=100000 $(BIN)/python -m pytest tests/test_fuzz_tables.py
 
 lint: $(VENV)/installed-dev-$(CHOICE)
 	$(BIN)/ruff check

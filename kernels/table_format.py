@@ -28,7 +28,8 @@ TEXTS = frozenset({"dtype", "kv_dtype", "w_dtype", "group", "activation"})
 # The input class of a workload is a name, or a file recorded in service: "/data/ids.json@1a2b3c4d" (path and hash) in
 # workloads and records, "ids@1a2b3c4d" (no folder, no suffix) in tables, where a path of another machine says nothing.
 _RECORDED = re.compile(r"(.+)@([0-9a-f]{8})", re.DOTALL)
-_CLASS = re.compile(r"[A-Za-z0-9._-]{1,100}(@[0-9a-f]{8})?")
+CLASS_PATTERN = "[A-Za-z0-9._-]{1,100}(@[0-9a-f]{8})?"  # in tables
+_CLASS = re.compile(CLASS_PATTERN)
 MAX_STEM = 100
 
 
@@ -117,9 +118,11 @@ def parse_table(data: bytes, path: str = "") -> Table:
     if len(data) > MAX_BYTES:
         raise TableError(f"expected at most {MAX_BYTES} bytes")
     try:
-        raw = json.loads(data.decode(), parse_constant=_reject_constant)
+        raw = json.loads(data.decode(), parse_constant=_reject_constant, object_pairs_hook=_object)
     except RecursionError:
         raise TableError(f"nested more than {MAX_DEPTH} deep") from None
+    except TableError:
+        raise
     except ValueError as error:  # cut off, not JSON, not UTF-8, a number of thousands of digits
         raise TableError(f"not valid JSON: {error}") from None
     _check_depth(raw, MAX_DEPTH)
@@ -147,6 +150,15 @@ def parse_table(data: bytes, path: str = "") -> Table:
 
 def _reject_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number that JSON has")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; a name twice in one would let readers differ on which value counts."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for position, (name, _) in enumerate(pairs) if name in dict(pairs[:position]))
+        raise TableError(f"the name {twice!r:.80} stands twice in one object")
+    return found
 
 
 def _check_depth(value: object, left: int) -> None:

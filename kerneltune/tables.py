@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 from kerneltune.errors import UserError
 from kerneltune.kernels import table_files
 from kerneltune.kernels import tables as launch_tables
+from kerneltune.kernels.device import relation
+from kerneltune.kernels.staleness import policies, staleness
 from kerneltune.kernels.table_format import (
     KEYS,
     SCHEMA,
@@ -236,7 +238,7 @@ def nearest(
             if table.kernel != kernel:
                 continue
             for entry in table.entries:
-                differs = _differences(kernel, table, entry["workload"], workload, device)
+                differs = _differences(kernel, table, entry, workload, device)
                 scaled = KEYS[kernel].scaled
                 apart = sum(abs(math.log2(entry["workload"][n] / max(workload.get(n, 0), 1))) for n in scaled)
                 if best is None or (len(differs), apart) < least:
@@ -247,19 +249,26 @@ def nearest(
 def _differences(
     kernel: str, table: Table, entry: Mapping[str, Any], workload: Mapping[str, Any], device: Device
 ) -> tuple[str, ...]:
-    keys = KEYS[kernel]
+    """What keeps an entry from serving, by the rules of `kernels.tables`; () if it fits."""
+    keys, there = KEYS[kernel], entry["workload"]
     found = []
-    for name, here in (("name", device.name), ("sm_count", device.sm_count)):
-        if table.device[name] != here:
-            found.append(f"device.{name}: {table.device[name]} there, {here} here")
+    if relation(table.device, device) is None:
+        name, count, arch = (table.device.get(field) for field in ("name", "sm_count", "arch"))
+        rule = "a relative has the same architecture and SM count, and is no MIG slice"
+        theirs, mine = f"{name} ({arch}, {count} SMs)", f"{device.name} ({device.arch or '?'}, {device.sm_count} SMs)"
+        found.append(f"device: {theirs} there, {mine} here: {rule}")
     for name in keys.exact:
-        if entry[name] != workload.get(name):
-            found.append(f"{name}: {entry[name]} there, {workload.get(name)} asked for")
+        if there[name] != workload.get(name):
+            found.append(f"{name}: {there[name]} there, {workload.get(name)} asked for")
     for name in keys.scaled:
         asked = max(workload.get(name, 0), 1)
-        if not 1 / launch_tables.BOUND <= entry[name] / asked <= launch_tables.BOUND:
+        if not 1 / launch_tables.BOUND <= there[name] / asked <= launch_tables.BOUND:
             bound = f"{launch_tables.BOUND:g}"
-            found.append(f"{name}: {entry[name]} there, {asked} asked for, more than a factor of {bound} apart")
+            found.append(f"{name}: {there[name]} there, {asked} asked for, more than a factor of {bound} apart")
+    ruling, _ = policies()
+    for stale in staleness(kernel, entry["config"], entry.get("provenance", table.provenance)):
+        if ruling[stale.kind] == "strict":
+            found.append(f"{stale.kind}: {stale.reason} (to renew it: kerneltune revalidate {table.path})")
     return tuple(found)
 
 
@@ -325,6 +334,8 @@ def _encode(table: Mapping[str, Any]) -> bytes:
 
 def _replace(path: Path, data: bytes) -> None:
     """Put `data` at `path`, whole or not at all, also when the machine stops."""
+    for left in path.parent.glob(f".{path.name}.*.tmp"):  # of writers that were killed: the lock is ours
+        left.unlink(missing_ok=True)
     if path.exists() and path.read_bytes() == data:
         return
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import multiprocessing
 import re
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import kerneltune
 from kerneltune import tables
@@ -169,8 +173,8 @@ def test_the_nearest_entry_and_what_keeps_it_out(tmp_path: Path) -> None:
     found = tables.nearest("moe", asked, target("sm_80"), [path])
     assert found is not None
     assert found.differs == (
-        "device.name: NVIDIA H200 there, NVIDIA A100-SXM4-80GB here",
-        "device.sm_count: 132 there, 108 here",
+        "device: NVIDIA H200 (sm_90, 132 SMs) there, NVIDIA A100-SXM4-80GB (sm_80, 108 SMs) here: "
+        "a relative has the same architecture and SM count, and is no MIG slice",
         "N: 256 there, 512 asked for",
         "tokens: 64 there, 200 asked for, more than a factor of 2 apart",
     )
@@ -243,3 +247,46 @@ def test_shipped_tables_are_sound(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_dtype_cannot_lead_out_of_the_folder() -> None:
     name = tables.table_file_name("moe", "../../etc/x", "../NVIDIA H200")
     assert "/" not in name
+
+
+SOME = st.fixed_dictionaries(
+    {
+        "tokens": st.sampled_from([1, 2, 3, 64, 200]),
+        "N": st.sampled_from([256, 512]),
+        "top_k": st.sampled_from([8, 4]),
+    }
+)
+ENTRIES = st.lists(st.tuples(SOME, st.sampled_from([None, "3.5.9"]), st.sampled_from([None, "0" * 12])), max_size=4)
+DEVICES = st.sampled_from([H200, target("sm_80"), dataclasses.replace(H200, name="NVIDIA H200 NVL")])
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(ENTRIES, SOME, DEVICES, st.sampled_from(["", "strict", "ignore", "compiler=strict,source=warn"]))
+def test_what_keeps_the_nearest_out_is_named_exactly_when_nothing_fits(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    entries: list[Any],
+    asked: dict[str, int],
+    device: Any,
+    policy: str,
+) -> None:
+    monkeypatch.setenv("KERNELTUNE_STALE", policy)
+    made = []
+    for sizes, triton, source in entries:
+        mine = entry(1)
+        mine["workload"] = mine["workload"] | sizes
+        mine["provenance"] = {"triton": triton, "kernel_hash": {"grouped_gemm": source}}
+        made.append(mine)
+    path = tmp_path / "property.json"
+    path.write_text(json.dumps(tables.make_table("moe", DEVICE, {}, made)))
+    workload = {**entry(1)["workload"], **asked}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        match = launch_tables.find("moe", workload, device, tables=[path])
+    near = tables.nearest("moe", workload, device, [path])
+    if match is None:
+        assert (near is None) == (not made)
+        assert near is None or near.differs
+    else:
+        assert near is not None
+        assert near.differs == ()

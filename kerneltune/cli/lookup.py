@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,21 @@ def lookup(
     tp: int | None = typer.Option(None, help="Tensor-parallel GPUs; default 1 with --model, else 8."),
     ep: int = typer.Option(1, help="Expert-parallel GPUs (moe)."),
     target: str | None = typer.Option(None, metavar="ARCH", help="A GPU that is not here, as sm_90 or gfx942."),
-    device: str | None = typer.Option(None, metavar="NAME:SMS", help="Any GPU, as 'NVIDIA H100 80GB HBM3:132'."),
+    device: str | None = typer.Option(
+        None, metavar="NAME:SMS[:ARCH]", help="Any GPU, as 'NVIDIA H100 80GB HBM3:132:sm_90'."
+    ),
     table: list[Path] = typer.Option([], metavar="FILE", help="A file or folder looked at first; repeatable."),
+    stale: str | None = typer.Option(
+        None, metavar="POLICY", help="As KERNELTUNE_STALE: strict, warn, ignore, or compiler=warn,source=strict."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print the answer as JSON."),
 ) -> None:
     """Say which file and entry a launch would use, or why none: the nearest entry and the fields that differ."""
     import dataclasses
+    import os
 
     from kerneltune import tables
+    from kerneltune.kernels import staleness
     from kerneltune.registry import KERNELS
     from kerneltune.workloads import base_sizes, format_workload, parse_workload
 
@@ -44,23 +52,34 @@ def lookup(
             raise UserError(f"--table {path}: no such file or folder")
         if path.is_dir() and not any(path.glob("*.json")):
             raise UserError(f"--table {path}: no *.json in this folder (a search writes its tables to <--out>/tables)")
+    if stale is not None:
+        staleness.parse_policies(stale)
+        os.environ[staleness.VARIABLE] = stale
     gpu = choose_device(target) if device is None else _named_device(device)
     asked = tables.host_workload(kernel, parse_workload(workload, base_sizes(kernel, model, tp, ep)))
     first = [str(path) for path in table] or None
-    match = tables.launch_tables.find(kernel, asked, gpu, tables=first)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # all of it is printed
+        answer = tables.launch_tables.search(kernel, asked, gpu, tables=first)
+    match = answer.match
+    unfit = _why_not(kernel, asked, match, gpu)
     nearest = None if match else tables.nearest(kernel, asked, gpu, first)
     lost = tables.measured_loss(kernel, match.entry, asked) if match else None
     if as_json:
-        answer = {
+        found = {
             "kernel": kernel,
             "workload": asked,
             "device": {"name": gpu.name, "sm_count": gpu.sm_count},
+            "policy": staleness.policies()[0],
             "match": dataclasses.asdict(match) if match else None,
+            "cannot_run": unfit,
+            "left_out": [dataclasses.asdict(each) for each in answer.left_out],
             "nearest": dataclasses.asdict(nearest) if nearest else None,
             "loss": {"at": lost[0], "measured": lost[1]} if lost else None,
         }
-        print(json.dumps(answer))
+        print(json.dumps(found))
         return
+    ruling = staleness.policies()[0]
     lines = [f"{kernel}  {format_workload(kernel, asked)}  {gpu.name}"]
     if match:
         fits = "exact" if match.exact else f"nearest, sizes a factor of {2**match.distance:.2f} away"
@@ -69,10 +88,19 @@ def lookup(
         if lost:
             place = "" if match.distance == 0 else f" at {' '.join(f'{name}={size}' for name, size in lost[0].items())}"
             fits += f", measured loss {100 * lost[1]:.1f} %{place}"
+        elif match.distance:
+            fits += ", loss not measured"
         lines += [f"  entry     {format_workload(kernel, match.entry['workload'])} ({fits})"]
         lines += [f"  config    {_config_text(match.config)}"]
         lines += [f"  file      {match.path} ({match.source})"]
         lines += [f"  measured  {_measured_text(match.entry.get('measured', {}))}"]
+        lines += [f"  inputs    {_inputs_text(kernel, match.entry['workload'])}"]
+        if match.relation:
+            name = tables.load_table(match.path).device["name"]
+            lines += [f"  relative  of {name}: {match.relation}"]
+        lines += [f"  stale     {each.reason} (policy: {ruling[each.kind]})" for each in match.stale]
+        if unfit:
+            lines += [f"  but       it cannot run here, so the kernel takes its default config: {unfit}"]
     else:
         lines += ["  no entry fits; the kernel takes its default config"]
         if nearest:
@@ -81,21 +109,42 @@ def lookup(
         else:
             lines += [f"  no table of {kernel} is in any of the places (KERNELTUNE_TABLES, the user's folder, shipped)"]
         lines += [f"  to tune   kerneltune search {kernel} --workload {tables.launch_tables.shape_text(kernel, asked)}"]
+    for each in answer.left_out:
+        why = "; ".join(reason.reason for reason in each.stale)
+        lines += [f"  left out  {format_workload(kernel, each.entry['workload'])} in {each.path}: {why}"]
+        lines += [f"  to renew  kerneltune revalidate {each.path}"]
     print("\n".join(lines))
 
 
+def _why_not(kernel: str, workload: dict[str, Any], match: Any, gpu: Any) -> str | None:
+    """Why the launch would refuse the config of an entry, so that the default is used."""
+    from kerneltune.kernels.tunable import part_params
+    from kerneltune.registry import load_tunable
+
+    if match is None or not gpu.shared_memory_per_block:  # named alone: nothing is known that a config could break
+        return None
+    tunable = load_tunable(kernel)
+    complete = tunable.complete_workload(workload)
+    try:
+        reasons = [tunable.is_valid(p, part_params(tunable, match.config, p), complete, gpu) for p in tunable.parts]
+    except (KeyError, TypeError, ValueError) as error:
+        return f"not a config of {kernel}: {error}"
+    return next((reason for reason in reasons if reason), None)
+
+
 def _named_device(text: str) -> Any:
-    """A device that only has what a table is matched by: its name and its SMs.
+    """A device that only has what a table is matched by: its name, its SMs and, for relatives, its architecture.
 
     Raises:
-        UserError: not NAME:SMS.
+        UserError: not NAME:SMS[:ARCH].
     """
     from kerneltune.kernels.device import Device
 
-    name, _, count = text.rpartition(":")
-    if not name or not count.isdecimal() or not 0 < int(count) < 100_000:
-        raise UserError(f"--device {text!r}: expected a name and its number of SMs, as 'NVIDIA H100 80GB HBM3:132'")
-    return Device(name, "", int(count), 0, 0, 0)
+    name, count, arch = [*text.split(":"), "", ""][:3]
+    if not name or not count.isdecimal() or not 0 < int(count) < 100_000 or text.count(":") > 2:
+        expected = "a name and its number of SMs, as 'NVIDIA H100 80GB HBM3:132' or with its architecture, ':sm_90'"
+        raise UserError(f"--device {text!r}: expected {expected}")
+    return Device(name, arch, int(count), 0, 0, 0)
 
 
 def _inputs_text(kernel: str, workload: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from kerneltune.cli import main
 from kerneltune.device import target
 from kerneltune.kernels import table_files
 from kerneltune.kernels import tables as launch_tables
+from kerneltune.kernels.staleness import triton_version
 from kerneltune.registry import load_tunable
 from kerneltune.tables import add_entry, load_table, make_entry, make_table, write_table
 
@@ -48,7 +49,7 @@ def entry(batch: int, splits: int = 4, **given: Any) -> dict[str, Any]:
 
 def searched(batch: int, splits: int = 4, folder: str = "nvidia-h200/mla-decode", **given: Any) -> Path:
     out = Path("kerneltune-results") / folder / "tables"
-    return add_entry(out, "mla-decode", H200, {"triton": "3.6.0"}, entry(batch, splits, **given))
+    return add_entry(out, "mla-decode", H200, {"triton": triton_version()}, entry(batch, splits, **given))
 
 
 def test_export_takes_the_searches_here(capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,10 +127,12 @@ def test_lookup_names_file_and_entry(capsys: pytest.CaptureFixture[str], monkeyp
     shown = command(capsys, "lookup", "mla-decode", ASKED, "--target", "sm_90").splitlines()
     assert shown == [
         "mla-decode  batch=12 kv_len=4096 heads=16 bf16  NVIDIA H200",
-        "  entry     batch=8 kv_len=4096 heads=16 bf16 (nearest, sizes a factor of 1.50 away)",
+        "  entry     batch=8 kv_len=4096 heads=16 bf16 (nearest, sizes a factor of 1.50 away, "
+        "loss not measured)",
         "  config    BLOCK_H=16  BLOCK_N=64  num_splits=6  num_warps=4  num_stages=2",
         f"  file      {path} (KERNELTUNE_TABLES)",
         "  measured  12.5 us, default 20.0 us, 87% of the measured memory ceiling",
+        "  inputs    lengths=equal",
     ]
     given = ["lookup", "mla-decode", "batch=8,kv_len=4096,heads=16", "--device", "NVIDIA H200:132", "--json"]
     answer = json.loads(command(capsys, *given))

@@ -23,6 +23,11 @@ FRESH = {
 }
 
 
+@pytest.fixture(autouse=True)
+def usual_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERNELTUNE_STALE", "")  # put back after a `--stale`
+
+
 def raw(path: Path, *entries: dict[str, Any], **header: Any) -> Path:
     """A table as anybody may write it."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -211,3 +216,42 @@ def test_the_commands_are_quick_to_say_what_they_do() -> None:
             ["python", "-m", "kerneltune", name, "--help"], capture_output=True, text=True, check=True
         )
         assert "Example: kerneltune" in done.stdout
+
+
+# -- lookup: relatives, staleness, what the config can do --------------------------------------------------------------
+ASKED = "batch=8,kv_len=4096,heads=16"
+
+
+def test_lookup_says_that_a_relative_s_table_serves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = raw(tmp_path / NAME, entry(8))
+    for name, served in (("NVIDIA H200 NVL:132:sm_90", True), ("NVIDIA H100 PCIe:114:sm_90", False)):
+        out = command(capsys, "lookup", "mla-decode", ASKED, "--table", str(path), "--device", name)
+        assert ("  relative  of NVIDIA H200: also sm_90 with 132 SMs" in out) == served
+        assert ("  differs   device: NVIDIA H200 (sm_90, 132 SMs) there, NVIDIA H100 PCIe" in out) != served
+
+
+def test_lookup_follows_and_names_the_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = FRESH | {"triton": "3.5.9"}
+    path = raw(tmp_path / NAME, entry(8), provenance=old)
+    given = ["lookup", "mla-decode", ASKED, "--table", str(path), "--target", "sm_90"]
+    assert "  stale     measured with triton 3.5.9, here is " in command(capsys, *given)
+    assert "(policy: warn)" in command(capsys, *given)
+    strict = command(capsys, *given, "--stale", "compiler=strict")
+    assert "no entry fits" in strict
+    assert f"  left out  batch=8 kv_len=4096 heads=16 bf16 in {path}: measured with triton 3.5.9" in strict
+    assert f"  to renew  kerneltune revalidate {path}" in strict
+    answer = json.loads(command(capsys, *given, "--stale", "strict", "--json"))
+    assert answer["match"] is None
+    assert answer["policy"] == {"compiler": "strict", "source": "strict"}
+    assert [each["path"] for each in answer["left_out"]] == [str(path)]
+    assert "expected strict, warn, ignore" in command(capsys, *given, "--stale", "perhaps", code=2)
+
+
+def test_lookup_says_when_the_launch_would_refuse_the_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = entry(8)
+    bad["config"] = bad["config"] | {"BLOCK_N": 256, "num_stages": 4}
+    path = raw(tmp_path / NAME, bad)
+    out = command(capsys, "lookup", "mla-decode", ASKED, "--table", str(path), "--target", "sm_90")
+    assert "  but       it cannot run here, so the kernel takes its default config: shared memory" in out
