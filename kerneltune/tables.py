@@ -134,7 +134,7 @@ def write_table(path: Path, table: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(path.parent / f".{path.name}.lock", timeout=LOCK_SECONDS):
-            _replace(path, _encode(_merge(_present(path), table, path)))
+            replace_file(path, _encode(_merge(_present(path), table, path)))
     except Timeout:
         raise UserError(f"{path} has been locked by another process for {LOCK_SECONDS:.0f} s") from None
     launch_tables.forget()
@@ -332,7 +332,7 @@ def _encode(table: Mapping[str, Any]) -> bytes:
     return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
 
 
-def _replace(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes) -> None:
     """Put `data` at `path`, whole or not at all, also when the machine stops."""
     for left in path.parent.glob(f".{path.name}.*.tmp"):  # of writers that were killed: the lock is ours
         left.unlink(missing_ok=True)

@@ -20,7 +20,7 @@ from kerneltune.errors import BAD_INPUT, INTERRUPTED, UserError
 
 COMMANDS = (
     *("search", "record", "spaces", "ceilings", "compile", "warmup", "simulate", "report"),
-    *("export", "lookup", "check", "diff", "revalidate"),
+    *("export", "import_", "lookup", "check", "diff", "revalidate"),
 )
 
 INTERNAL_ERROR = 70  # EX_SOFTWARE of sysexits.h

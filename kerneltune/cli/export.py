@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from kerneltune.errors import UserError
 
-FORMATS = ("kerneltune",)
-PLANNED = ("vllm", "sglang")
+if TYPE_CHECKING:
+    from kerneltune.kernels.table_format import Table
+
+FORMATS = ("kerneltune", "vllm", "sglang")
 SEARCHES = "kerneltune-results"  # where searches without --out write
 
 
@@ -24,7 +27,9 @@ def export(
         None, metavar="[FOLDER or FILES]", help="Tables, or folders of them; default: the searches here, else shipped."
     ),
     to: Path = typer.Option(..., metavar="DIR", help="The folder to ship; created if missing, merged into if not."),
-    form: str = typer.Option("kerneltune", "--format", help="kerneltune."),
+    form: str = typer.Option("kerneltune", "--format", help="kerneltune, vllm, sglang (MoE)."),
+    device_name: str | None = typer.Option(None, help="As the engine's GPU reports itself; default: the table's."),
+    triton: str | None = typer.Option(None, help="SGLang's Triton version, its folder; default: the table's."),
     as_json: bool = typer.Option(False, "--json", help="Print the files written as JSON."),
 ) -> None:
     """Copy or merge tables into a folder that you ship, one file for each kernel, dtype and device.
@@ -33,12 +38,14 @@ def export(
     """
     from kerneltune import tables
 
-    if form in PLANNED:
-        raise UserError(f"--format {form} isn't there yet: expected {', '.join(FORMATS)}")
     if form not in FORMATS:
         raise UserError(f"--format {form!r}: expected {', '.join(FORMATS)}")
     written: dict[Path, int] = {}
+    notes: list[str] = []
     loaded = [tables.load_table(path) for path in table_files(sources)]  # all are sound before anything is written
+    if form != "kerneltune":
+        written, notes = _write_engine_files(form, to, loaded, device_name, triton)
+        loaded = []
     for table in loaded:
         dtypes = sorted({entry["workload"]["dtype"] for entry in table.entries})
         for dtype in dtypes:
@@ -51,6 +58,35 @@ def export(
     else:
         for path, count in written.items():
             print(f"{path}  {count} entr{'y' if count == 1 else 'ies'}")
+    for note in notes:
+        typer.echo(f"note: {note}", err=True)
+
+
+def _write_engine_files(
+    engine: str, to: Path, loaded: list[Table], device_name: str | None, triton: str | None
+) -> tuple[dict[Path, int], list[str]]:
+    """Write MoE tables as an engine's loader looks for them; files with their entries, and what is lost."""
+    from kerneltune import engines
+    from kerneltune.tables import replace_file
+
+    mine = [table for table in loaded if table.kernel == "moe" and table.entries]
+    if not mine:
+        raise UserError(f"--format {engine}: none of these tables is of moe, and {engine} has none of another kernel")
+    written: dict[Path, int] = {}
+    notes: dict[str, None] = {}
+    for table in mine:
+        version = triton or str(table.provenance.get("triton", ""))
+        if engine == "sglang" and not version:
+            raise UserError(f"{table.path}: does not say its Triton version, SGLang's folder: name --triton 3.6.0")
+        name = device_name or str(table.device["name"])
+        files, lost = engines.engine_files(engine, name, version, table.entries)
+        notes |= dict.fromkeys(lost)
+        for relative, content in files.items():
+            path = to / relative
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, (json.dumps(content, indent=4) + "\n").encode())
+            written[path] = len(content)
+    return written, list(notes)
 
 
 def table_files(sources: list[Path] | None) -> list[Path]:

@@ -56,6 +56,10 @@ class Backend(Protocol):
         """Configs that a table already holds for this workload, tried right after the default."""
         ...
 
+    def admit(self, workload: Workload, configs: Sequence[Mapping[str, Any]]) -> None:
+        """Add what the space leaves out but can run to `points`."""
+        ...
+
     def work(self, workload: Workload, part: str) -> Work: ...
 
     def estimates(self, workload: Workload, part: str) -> list[float] | None:
@@ -144,6 +148,9 @@ class ReplayBackend:
 
     def incumbents(self, workload: Workload) -> list[dict[str, Any]]:
         return []
+
+    def admit(self, workload: Workload, configs: Sequence[Mapping[str, Any]]) -> None:
+        return None  # there are no figures but the recorded ones
 
     def work(self, workload: Workload, part: str) -> Work:
         recording = self._recordings[canonical(workload)]
@@ -302,6 +309,13 @@ class LiveBackend:
 
         match = find(self.kernel, workload, self._device)
         return [dict(match.config)] if match is not None else []
+
+    def admit(self, workload: Workload, configs: Sequence[Mapping[str, Any]]) -> None:
+        for part, params in self._part_jobs(configs):
+            points = self.points(workload, part)
+            known = canonical(params) in {canonical(point) for point in points}
+            if not known and self._tunable.is_valid(part, params, workload, self._device) is None:
+                points.append(params)
 
     def work(self, workload: Workload, part: str) -> Work:
         cost = self._tunable.cost(workload, part or None, seed=self._seed)  # of the inputs that are timed

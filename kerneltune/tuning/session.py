@@ -15,6 +15,7 @@ from kerneltune.tuning import finalists, ladder, matrix
 from kerneltune.tuning.backends import Backend
 from kerneltune.tuning.clock import Clock
 from kerneltune.tuning.entries import served_entry, winner_entry
+from kerneltune.tuning.imports import imported_configs
 from kerneltune.tuning.log import Log, now, provenance
 from kerneltune.tuning.measuring import Watch, time_finals
 from kerneltune.tuning.options import Options
@@ -136,10 +137,13 @@ class _Run:
         near = ladder.nearest(workload, done)
         winners = [each.decision.winner.config for each in near if each.decision is not None]
         alike = [each.loop for each in near if ladder.same_keys(workload, each.workload, self._backend.varying_keys)]
+        starts = imported_configs(self._options.out, self._backend.kernel, workload)
+        starts += self._backend.incumbents(workload)
+        self._backend.admit(workload, starts)
         loop = SearchLoop(
             self._backend,
             workload,
-            [default, *self._backend.incumbents(workload), *winners],
+            [default, *starts, *winners],
             alike[0] if alike else None,
             self._log,
             self._options,

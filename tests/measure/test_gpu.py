@@ -229,6 +229,9 @@ class GpuBackend(LiveBackend):
     def default_config(self, workload: Any) -> dict[str, Any]:
         return self._given[0]
 
+    def admit(self, workload: Any, configs: Any) -> None:
+        return None
+
     def incumbents(self, workload: Any) -> list[dict[str, Any]]:
         return []
 

@@ -85,6 +85,9 @@ class CpuBackend(LiveBackend):
     def incumbents(self, workload: Mapping[str, Any]) -> list[dict[str, Any]]:
         return []
 
+    def admit(self, workload: Mapping[str, Any], configs: Sequence[Mapping[str, Any]]) -> None:
+        return None
+
     def work(self, workload: Mapping[str, Any], part: str) -> Work:
         return Work(flops=1000, bytes=1000, compute="fp16")
 

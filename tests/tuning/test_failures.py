@@ -48,6 +48,9 @@ class Scripted:
     def default_config(self, workload: Any) -> dict[str, Any]:
         return {"B": 0}
 
+    def admit(self, workload: Any, configs: Any) -> None:
+        return None
+
     def incumbents(self, workload: Any) -> list[dict[str, Any]]:
         return []
 
