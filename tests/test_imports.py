@@ -18,10 +18,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (  # lowest first; a module may import its own layer and those before it
     {"kernels"},
-    {"errors", "registry", "expressions", "provenance", "child", "device", "space", "compile_cache"},
+    {"errors", "registry", "expressions", "provenance", "child", "device", "space", "compile_cache", "table_schema"},
     {"roofline", "records", "recordings", "recording_checks"},
     {"measure", "compile", "workloads"},
-    {"tuning", "report", "engines", "tables"},
+    {"tuning", "report", "engines", "tables", "table_check", "table_diff", "warmup"},
     {"cli"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

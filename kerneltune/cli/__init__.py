@@ -8,6 +8,7 @@ inside its function, so that `--help` loads neither torch nor the tuner.
 from __future__ import annotations
 
 import importlib
+import keyword
 import os
 import sys
 import warnings
@@ -20,7 +21,7 @@ from kerneltune.errors import BAD_INPUT, INTERRUPTED, UserError
 
 COMMANDS = (
     *("search", "record", "spaces", "ceilings", "compile", "warmup", "simulate", "report"),
-    *("export", "import_", "lookup", "check", "diff", "revalidate"),
+    *("export", "import", "lookup", "check", "diff", "merge", "revalidate"),
 )
 
 INTERNAL_ERROR = 70  # EX_SOFTWARE of sysexits.h
@@ -56,7 +57,8 @@ def build_app() -> typer.Typer:
             print(context.get_help())
 
     for name in COMMANDS:
-        importlib.import_module(f"kerneltune.cli.{name}").register(app)
+        module = f"{name}_" if keyword.iskeyword(name) else name
+        importlib.import_module(f"kerneltune.cli.{module}").register(app)
     return app
 
 
