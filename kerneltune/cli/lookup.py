@@ -79,8 +79,10 @@ def lookup(
         }
         print(json.dumps(found))
         return
-    ruling = staleness.policies()[0]
+    ruling, fault = staleness.policies()
     lines = [f"{kernel}  {format_workload(kernel, asked)}  {gpu.name}"]
+    if fault:
+        lines += [f"  policy    {fault}; the usual one holds"]
     if match:
         fits = "exact" if match.exact else f"nearest, sizes a factor of {2**match.distance:.2f} away"
         if match.distance == 0 and not match.exact:
