@@ -53,6 +53,7 @@ class EngineFile:
     dtype: str  # "" for bf16 and fp16
     down: bool  # SGLang's file for the second GEMM alone
     triton: str  # "" if it does not say
+    notes: tuple[str, ...]  # what its rows say that a launch of ours has no use for, or leave out
     rows: Mapping[int, Mapping[str, Any]]  # tokens -> parameters in the engine's names
 
 
@@ -81,7 +82,7 @@ def read_engine_file(path: Path) -> EngineFile:
     folder = re.fullmatch(r"triton_(\d+)_(\d+)_(\d+)", path.resolve().parent.name)
     rows: dict[int, Mapping[str, Any]] = {}
     for key, row in raw.items():
-        if not key.isascii() or not key.isdecimal() or not 0 < int(key[:12]) < 2**31:
+        if not key.isascii() or not key.isdecimal() or key.startswith("0") or not int(key[:12]) < 2**31:
             raise UserError(f"{path}: {key!r:.60}: expected a number of tokens")
         _check_row(row, f"{path}: {key}")
         rows[int(key)] = row
@@ -93,8 +94,20 @@ def read_engine_file(path: Path) -> EngineFile:
         dtype=match["dtype"] or "",
         down=match["down"] is not None,
         triton=triton or (".".join(folder.groups()) if folder else ""),
+        notes=tuple(_row_notes(rows.values())),
         rows=rows,
     )
+
+
+def _row_notes(rows: Iterable[Mapping[str, Any]]) -> Iterable[str]:
+    several = list(rows)
+    unknown = sorted({str(name)[:40] for row in several for name in row} - set(NAMES))
+    if unknown:
+        shown = ", ".join(name if name.isidentifier() else repr(name) for name in unknown[:4])
+        yield f"{shown}{', ...' if len(unknown) > 4 else ''} dropped: no parameter of ours"
+    for name, value in TRITON_DEFAULTS.items():
+        if any(name not in row for row in several):
+            yield f"{name} not said: taken as {value}, Triton's own"
 
 
 def _check_row(row: object, where: str) -> None:
@@ -153,9 +166,15 @@ def file_name(engine: str, E: int, N: int, device_name: str, down: bool = False)
 
 
 def engine_folder(engine: str, triton: str) -> str:
-    """Where below the named folder the loader looks: nowhere deeper for vLLM's VLLM_TUNED_CONFIG_FOLDER."""
+    """Where below the named folder the loader looks: nowhere deeper for vLLM's VLLM_TUNED_CONFIG_FOLDER.
+
+    Raises:
+        UserError: SGLang's folder cannot be told from this version.
+    """
     if engine == "vllm":
         return "."
+    if not re.fullmatch(r"[0-9A-Za-z.]+([+].*)?", triton):  # it comes from a table and becomes a folder
+        raise UserError(f"Triton version {triton!r:.60}: expected one like 3.6.0")
     return f"configs/triton_{re.sub('[+].*', '', triton).replace('.', '_')}"
 
 
@@ -167,6 +186,8 @@ def engine_files(
     vLLM launches both GEMMs with one set of parameters: the first's is written, since it has the larger weights; SGLang
     gets a file for each.
     """
+    if ".." in re.split(r"[/\\]", device_name) or not device_name.isprintable():  # it comes from a table
+        raise UserError(f"device.name {device_name!r:.60}: no part of a file's name")
     files: dict[str, dict[str, Any]] = {}
     notes: dict[str, None] = {}
     seen: dict[tuple[Any, ...], tuple[Any, ...]] = {}

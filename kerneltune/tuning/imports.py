@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kerneltune import engines, tables
 from kerneltune.device import TARGETS
@@ -14,6 +16,10 @@ from kerneltune.kernels.table_format import KEYS, TableError, table_workload
 from kerneltune.kernels.tables import scaled_distance
 from kerneltune.registry import load_tunable
 from kerneltune.workloads import base_sizes, parse_workload
+
+if TYPE_CHECKING:
+    from kerneltune.kernels.device import Device
+    from kerneltune.kernels.tunable import Tunable
 
 FOLDER = "imports"
 MOST = 4  # configs that a workload starts with
@@ -27,24 +33,26 @@ def import_files(
     Raises:
         UserError: a file is not what it should be, or does not say enough; nothing is written then.
     """
-    engine_files: dict[tuple[int, int], list[engines.EngineFile]] = {}
+    engine_files: dict[tuple[Path, str], list[engines.EngineFile]] = {}  # SGLang's two of a name belong together
     ours = []
     for path in files:
         if not path.is_file():
             raise UserError(f"{path}: no such file")
         if path.name.startswith("E="):
             read = engines.read_engine_file(path)
-            engine_files.setdefault((read.E, read.N), []).append(read)
+            pair = path.resolve().parent, path.stem.removesuffix("_down")
+            engine_files.setdefault(pair, []).append(read)
         else:
             ours.append(tables.load_table(path))
     planned: list[tuple[Path, dict[str, Any], str, list[str]]] = []
-    for (E, N), mine in engine_files.items():
-        table, notes = _from_engine(E, N, mine, model, tp, ep, given)
+    for mine in engine_files.values():
+        table, notes = _from_engine(mine, model, tp, ep, given)
         source = ", ".join(Path(each.path).name for each in mine)
         name = tables.table_file_name("moe", table["entries"][0]["workload"]["dtype"], table["device"]["name"])
-        planned.append((out / FOLDER / name, table, source, notes))
+        planned.append((_place(out, name, table), table, source, notes))
     for each in ours:
-        planned.append((out / FOLDER / Path(each.path).name, tables.as_dict(each), Path(each.path).name, []))
+        name, table = Path(each.path).name, tables.as_dict(each)
+        planned.append((_place(out, name, table), table, name, []))
     for path, table, _, _ in planned:
         tables.write_table(path, table)
     return [
@@ -53,44 +61,83 @@ def import_files(
     ]
 
 
+def _place(out: Path, name: str, table: Mapping[str, Any]) -> Path:
+    """A file of its own for each source: in one file, a workload's later config would replace the earlier."""
+    configs = json.dumps([[entry["workload"], entry["config"]] for entry in table["entries"]], sort_keys=True)
+    return out / FOLDER / f"{name.removesuffix('.json')}.{hashlib.sha256(configs.encode()).hexdigest()[:8]}.json"
+
+
 def _from_engine(
-    E: int, N: int, files: list[engines.EngineFile], model: str | None, tp: int | None, ep: int, given: str
+    files: list[engines.EngineFile], model: str | None, tp: int | None, ep: int, given: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """A table of ours from one engine's files for the same experts; what was taken otherwise than it stands there."""
+    """A table of ours from one file, or SGLang's two; what was taken otherwise than it stands there."""
     first = files[0]
+    E, N = first.E, first.N
     if all(each.down for each in files):
-        raise UserError(f"{first.path}: of the second GEMM alone: name the file without _down too")
+        raise UserError(f"{first.path}: of the second GEMM alone: name the file without _down beside it too")
     if model is None and not {"K", "top_k"} <= {item.partition("=")[0] for item in given.split(",")}:
         raise UserError(f"{first.path}: does not say K and top_k: name --model (and --tp), or --workload K=..,top_k=..")
     base = base_sizes("moe", model, tp, ep)
     for name, value in (("E", E), ("N", N)):
         if model is not None and base[name] != value and not (name == "E" and value == base[name] + 1):
             raise UserError(f"{first.path}: {name}={value}, but {model} at this parallelism has {name}={base[name]}")
-    base |= {"E": E, "N": N, "global_E": max(E, int(base.get("global_E", E)))}
+    if model is None:  # what base holds is the default model's
+        base |= {"E": E, "N": N, "global_E": E * ep}
     tunable = load_tunable("moe")
-    notes = []
+    notes = list(dict.fromkeys(note for each in files for note in each.notes))
     if first.dtype:
         notes.append(f"tuned for {first.dtype}; a start for another format")
+    if model is None and "global_E" not in {item.partition("=")[0] for item in given.split(",")}:
+        notes.append(f"global_E not said: taken as {base['global_E']}")
+    if base["E"] != E:
+        notes.append(f"its expert {E} is a shared one that SGLang fuses: a start for E={base['E']}")
     device = next((each for each in TARGETS.values() if each.name == first.device), None)
     if device is None:
         known = ", ".join(each.name for each in TARGETS.values())
         notes.append(f"{first.device} is not one of {known}; stored as of {TARGETS['sm_90'].name}")
         device = TARGETS["sm_90"]
-    entries, refused = [], 0
+    entries, changed, refused = [], 0, 0
     for tokens, config in engines.imported_configs(files).items():
         sizes = parse_workload(",".join(filter(None, [given, f"tokens={tokens}"])), base)
         workload = dict(tunable.complete_workload(sizes))
-        if any(tunable.is_valid(part, config[part], workload, device) for part in tunable.parts):
+        fitted = {part: _fitted(tunable, part, config[part], workload, device) for part in tunable.parts}
+        if any(tunable.is_valid(part, fitted[part], workload, device) for part in tunable.parts):
             refused += 1
-        entries.append(tables.make_entry(table_workload("moe", workload), config, {}))
+            fitted = config
+        changed += fitted != config
+        entries.append(tables.make_entry(table_workload("moe", workload), fitted, {}))
     if not entries:
         raise UserError(f"{first.path}: no token counts in it")
+    if changed:
+        notes.append(f"{changed} of them clamped to what fits: tiles of 16 and more, fewer num_stages, then BLOCK_K")
     if refused:
         notes.append(f"{refused} of them the kernel would not run as they are; a search passes over those")
     own = {"source": "import", "command": "kerneltune import", "imported": [Path(each.path).name for each in files]}
     if first.triton:
         own["triton"] = first.triton
     return tables.make_table("moe", device.to_dict(), own, entries), notes
+
+
+def _fitted(
+    tunable: Tunable, part: str, params: Mapping[str, int], workload: Mapping[str, Any], device: Device
+) -> dict[str, int]:
+    """The nearest parameters that this kernel runs; `params` where lowering stages and depth does not help.
+
+    A table of an 8-bit format has tiles of twice the depth that 16-bit operands leave room for.
+    """
+    from kerneltune.kernels.moe.config import SMALLEST_TILE
+
+    least = {"BLOCK_M": SMALLEST_TILE, "BLOCK_N": SMALLEST_TILE // 2 if part == "gemm1" else SMALLEST_TILE}
+    least["BLOCK_K"] = SMALLEST_TILE
+    tried = {name: max(value, least.get(name, 1)) for name, value in params.items()}
+    while tunable.is_valid(part, tried, workload, device) is not None:
+        if tried["num_stages"] > 2:
+            tried["num_stages"] -= 1
+        elif tried["BLOCK_K"] > 32:
+            tried["BLOCK_K"] //= 2
+        else:
+            return dict(params)
+    return tried
 
 
 def imported_configs(out: Path, kernel: str, workload: Mapping[str, Any]) -> list[dict[str, Any]]:
