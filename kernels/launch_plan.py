@@ -2,8 +2,9 @@
 
 Triton's own launch looks at each argument on every call, to find the binary that was specialised for it. For one shape
 nothing changes between calls but the addresses, so a plan keeps the binaries that the first call found, and hands them
-the new addresses. It is only used where Triton would find the same binaries: every address a multiple of 16 bytes
-(that is all that Triton's choice depends on), on the device of the first call, with no profiler hooked into launches.
+the new addresses, also within TMA descriptors. It is only used where Triton would find the same binaries: every address
+a multiple of 16 bytes (that is all that Triton's choice depends on), on the device of the first call, with no profiler
+hooked into launches.
 
 Scratch between the launches is one allocation a call from torch's caching allocator, so calls that overlap on several
 streams or threads never share one.
@@ -11,12 +12,14 @@ streams or threads never share one.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
 from kerneltune.kernels.tunable import KernelCall
@@ -49,8 +52,19 @@ def carve(layout: Layout, device: torch.device) -> tuple[dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
+class _Address:
+    """What a descriptor's base is asked for when it is encoded."""
+
+    pointer: int
+
+    def data_ptr(self) -> int:
+        return self.pointer
+
+
+@dataclass(frozen=True)
 class _Bound:
-    """One compiled kernel with its grid and arguments; those at `slots` are addresses, filled in by role."""
+    """One compiled kernel with its grid and arguments; those at `slots` are addresses, filled in by role, and those at
+    `descriptors` TMA descriptors of such."""
 
     run: Any
     head: tuple[Any, ...]  # the grid
@@ -58,6 +72,7 @@ class _Bound:
     metadata: Any
     arguments: tuple[Any, ...]  # in the kernel's order, constexprs included
     slots: tuple[tuple[int, int], ...]  # (position in arguments, role)
+    descriptors: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -90,6 +105,8 @@ class Plan:
             arguments = list(bound.arguments)
             for position, role in bound.slots:
                 arguments[position] = pointers[role]
+            for position, role in bound.descriptors:
+                arguments[position] = _at(bound.arguments[position], pointers[role])
             bound.run(*bound.head, stream, bound.function, bound.metadata, None, None, None, *arguments)
         return True
 
@@ -111,8 +128,9 @@ def launch_first(
         return None
     if len({id(tensor) for tensor in tensors}) < len(tensors):  # one tensor in two roles: the next call may bring two
         return None
-    if not all(isinstance(value, PLAIN) for call in calls for value in (*call.args, *call.options.values())):
-        return None  # a descriptor, say, holds an address
+    values = [value for call in calls for value in (*call.args, *call.options.values())]
+    if not all(isinstance(value, (*PLAIN, TensorDescriptor)) for value in values):
+        return None  # who knows what it holds
     bound = tuple(_bind(call, kernel, tensors) for call, kernel in zip(calls, compiled, strict=True))
     return Plan(bound, device, workspace_bytes, offsets, driver.active.get_current_stream)
 
@@ -124,10 +142,24 @@ def _bind(call: KernelCall, kernel: Any, tensors: Sequence[torch.Tensor]) -> _Bo
     slots = tuple(
         (position, roles[id(value)]) for position, value in enumerate(arguments) if isinstance(value, torch.Tensor)
     )
+    descriptors = tuple(
+        (position, roles[id(value.base)])
+        for position, value in enumerate(arguments)
+        if isinstance(value, TensorDescriptor)
+    )
     for position, _ in slots:
         arguments[position] = 0  # a plan keeps no tensor alive
+    for position, _ in descriptors:
+        arguments[position] = _at(arguments[position], 0)
     grid = (*call.grid, 1, 1)[:3]
-    return _Bound(kernel.run, grid, kernel.function, kernel.packed_metadata, tuple(arguments), slots)
+    return _Bound(kernel.run, grid, kernel.function, kernel.packed_metadata, tuple(arguments), slots, descriptors)
+
+
+def _at(descriptor: TensorDescriptor, pointer: int) -> TensorDescriptor:
+    """The same descriptor at another address, unchecked."""
+    moved = copy.copy(descriptor)
+    moved.base = _Address(pointer)
+    return moved
 
 
 def _hooked() -> bool:

@@ -26,6 +26,10 @@ VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
             "kerneltune.kernels.mla_decode.triton_split_kv:split_kv_call",
             "kerneltune.kernels.mla_decode.combine:combine_call",
         ),
+        "hopper": (
+            "kerneltune.kernels.mla_decode.hopper:hopper_call",
+            "kerneltune.kernels.mla_decode.combine_pieces:combine_pieces_call",
+        ),
     },
     "moe": {"grouped_gemm": ("kerneltune.kernels.moe.launch:make_calls",)},
 }

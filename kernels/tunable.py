@@ -96,6 +96,7 @@ class Tunable(Protocol):
     name: str  # "mla-decode"
     parts: tuple[str, ...]  # ("decode",) or ("gemm1", "gemm2")
     shared: tuple[str, ...]  # parameters that must be equal in all parts of a config
+    optional: Mapping[str, Scalar]  # parameters that a config need not name, with what it then means
     exact_keys: tuple[str, ...]  # workload keys that a table matches exactly
     scaled_keys: tuple[str, ...]  # matched to the nearest entry in log space
     input_keys: tuple[str, ...]  # the input class: "lengths", "routing"

@@ -118,7 +118,7 @@ class Space:
     def _judged(
         self, tunable: Tunable, part: str, workload: Mapping[str, Any], device: Device
     ) -> Iterator[tuple[Point, str | None]]:
-        """Every point of the product with None, or the rule that rejects it."""
+        """Every point of the product with None, or the rule that rejects it; optional values are left out of points."""
         parameters = self.parameters(device.arch)
         self._check_parameters(tunable, part, workload, device, parameters)
         known = {**device.to_dict(), PART: part, **workload}
@@ -129,23 +129,23 @@ class Space:
             if reason is None:
                 invalid = tunable.is_valid(part, point, workload, device)
                 reason = None if invalid is None else _NUMBER.sub("", invalid.split(":", 1)[0])
-            yield point, reason
+            yield {name: value for name, value in point.items() if value != tunable.optional.get(name)}, reason
 
     def _check_parameters(
         self, tunable: Tunable, part: str, workload: Mapping[str, Any], device: Device, given: Mapping[str, Any]
     ) -> None:
-        """UserError unless the space has exactly the parameters of the kernel."""
+        """UserError unless the space has exactly the parameters of the kernel; optional ones may be missing."""
         default = tunable.default_config(workload, device)
-        needed = default if len(tunable.parts) == 1 else default[part]
+        needed = {**(default if len(tunable.parts) == 1 else default[part]), **tunable.optional}
         for name in given:
             if name not in needed:
                 raise UserError(
                     f"{self.path}: parameters.{name}: {self.kernel} has no such parameter{suggest(name, needed)}"
                 )
         for name, usual in needed.items():
-            if name not in given:
+            if name not in given and name not in tunable.optional:
                 raise UserError(f"{self.path}: parameters.{name} is missing; {self.kernel} needs {', '.join(needed)}")
-            for value in given[name]:
+            for value in given.get(name, ()):
                 if type(value) is not type(usual) or (isinstance(value, int) and value < 0):
                     expected = "whole numbers from 0" if type(usual) is int else f"values such as {usual!r}"
                     raise UserError(f"{self.path}: parameters.{name}: {value!r}: expected {expected}")

@@ -43,6 +43,7 @@ class OneByteGemm:
 
     name = "gemm"
     parts = ("gemm",)
+    optional: Mapping[str, int] = {}
 
     def default_config(self, workload: Any, device: Any) -> dict[str, int]:
         return {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16, "num_stages": 2}

@@ -96,19 +96,27 @@ def test_what_counts(tmp_path: Path, changed: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "place"),
+    ("kernel", "variant", "place"),
     [
-        ("mla-decode", "kerneltune.kernels.mla_decode.triton_split_kv:load_pages"),
-        ("mla-decode", "kerneltune.kernels.mla_decode.combine:TILE"),
-        ("mla-decode", "kerneltune.kernels.mla_decode.config:block_width"),
-        ("moe", "kerneltune.kernels.moe.align:local_expert"),
-        ("moe", "kerneltune.kernels.moe.grouped_gemm:_multiply"),
-        ("moe", "kerneltune.kernels.moe.launch:SUM_BLOCK"),
+        ("mla-decode", "split_kv", "kerneltune.kernels.mla_decode.triton_split_kv:load_pages"),
+        ("mla-decode", "split_kv", "kerneltune.kernels.mla_decode.combine:TILE"),
+        ("mla-decode", "split_kv", "kerneltune.kernels.mla_decode.config:block_width"),
+        ("mla-decode", "hopper", "kerneltune.kernels.mla_decode.hopper_load:prefetch_l2"),
+        ("mla-decode", "hopper", "kerneltune.kernels.mla_decode.hopper_common:GROWTH"),
+        ("mla-decode", "hopper", "kerneltune.kernels.mla_decode.combine_pieces:USUAL_SMS"),
+        ("moe", "grouped_gemm", "kerneltune.kernels.moe.align:local_expert"),
+        ("moe", "grouped_gemm", "kerneltune.kernels.moe.grouped_gemm:_multiply"),
+        ("moe", "grouped_gemm", "kerneltune.kernels.moe.launch:SUM_BLOCK"),
     ],
 )
-def test_our_kernels_reach_their_helpers_and_constants(kernel: str, place: str) -> None:
-    (roots,) = VARIANTS[kernel].values()
-    assert place in reached(roots)
+def test_our_kernels_reach_their_helpers_and_constants(kernel: str, variant: str, place: str) -> None:
+    assert place in reached(VARIANTS[kernel][variant])
+
+
+def test_a_variant_does_not_go_stale_with_another() -> None:
+    split_kv, hopper = (set(reached(roots)) for roots in VARIANTS["mla-decode"].values())
+    assert not any(place.partition(":")[0].endswith(("hopper", "hopper_load", "combine_pieces")) for place in split_kv)
+    assert "kerneltune.kernels.mla_decode.combine:combine_kernel" not in hopper
 
 
 def test_a_variant_that_is_not_here_has_no_hash() -> None:

@@ -25,6 +25,7 @@ class Toy:
 
     name = "mla-decode"
     parts = ("decode",)
+    optional: Mapping[str, int] = {}
 
     def default_config(self, workload: Mapping[str, Any], device: Device) -> dict[str, Any]:
         return {"BLOCK_N": 16, "num_warps": 4}

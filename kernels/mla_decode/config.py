@@ -10,6 +10,8 @@ from kerneltune.kernels.device import Device
 
 WARP_COUNTS = (1, 2, 4, 8, 16)
 SCRATCH_SHARE = 4  # partial results may take 1/4 of the device's memory
+# What a config need not name, and what it then means.
+OPTIONAL: dict[str, int | str] = {"variant": "split_kv", "piece_cost": 0}
 
 
 @dataclass(frozen=True)
@@ -19,24 +21,33 @@ class Config:
     BLOCK_H: int  # query rows (heads x s_q of one KV head) of a tile
     BLOCK_N: int  # keys of a tile
     num_splits: int  # parts that each request's keys are divided into; 1: no combine launch
-    num_warps: int
+    num_warps: int  # hopper: of one of its two warpgroups
     num_stages: int  # depth of the software pipeline over tiles of keys
+    variant: str = "split_kv"  # or "hopper"
+    piece_cost: int = 0  # hopper: tiles of keys that it costs to start on a request, when work is divided
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Config:
         """The inverse of `to_dict`.
 
         Raises:
-            ValueError: a key is missing, unknown or not an int.
+            ValueError: a key is missing or unknown, or a value of the wrong type.
         """
         names = [field.name for field in fields(cls)]
-        if sorted(config) != sorted(names) or any(type(config[name]) is not int for name in names):
-            raise ValueError(f"config of mla-decode must hold the integers {', '.join(names)}: got {dict(config)}")
-        return cls(**config)
+        needed = [name for name in names if name not in OPTIONAL]
+        whole = {**OPTIONAL, **config}
+        if sorted(whole) != sorted(names) or any(type(whole[name]) is not int for name in names if name != "variant"):
+            raise ValueError(
+                f"config of mla-decode must hold the integers {', '.join(needed)} "
+                f"(and may hold variant and piece_cost): got {dict(config)}"
+            )
+        if whole["variant"] not in ("split_kv", "hopper"):
+            raise ValueError(f"variant of mla-decode must be split_kv or hopper: got {whole['variant']!r}")
+        return cls(**whole)
 
-    def to_dict(self) -> dict[str, int]:
-        """As tables and records store it."""
-        return asdict(self)
+    def to_dict(self) -> dict[str, int | str]:
+        """As tables and records store it: without what need not be named."""
+        return {name: value for name, value in asdict(self).items() if value != OPTIONAL.get(name)}
 
 
 # Tiles to choose from, the best first, by the least number of rows that they are meant for. Measured on an H200, bf16:
@@ -62,14 +73,33 @@ COMBINE_COST = 2.0  # to launch the combine
 MERGE_COST = 1 / 64  # to merge one more split
 
 
-def default_config(workload: Mapping[str, Any], device: Device) -> Config:
-    """A decent config for any GPU, always valid there: the largest tile that fits, split to fill the GPU evenly."""
+# What hopper.py is written for. Shared memory: Q, two stages of KV, and the numbers that go between the warpgroups.
+HOPPER_TILE = 64
+HOPPER_PAGES = (16, 32, 64, 128)
+HOPPER_SHARED_BYTES = 227_488
+HOPPER = Config(HOPPER_TILE, HOPPER_TILE, 1, 4, 2, "hopper", 4)
+MAX_HOPPER_BATCH = 4096  # each program adds up the lengths of all requests
+
+
+def default_config(workload: Mapping[str, Any], device: Device, portable: bool = False) -> Config:
+    """A decent config for any GPU, always valid there: the variant made for it, or else the largest tile that fits,
+    split to fill the GPU evenly (and always so if `portable`)."""
     rows = workload["s_q"] * workload["heads"] // workload["h_kv"]
+    if not portable and is_valid(HOPPER, workload, device) is None and _suits_hopper(rows, workload, device):
+        return HOPPER
     for least_rows, tiles in TILES.items():
         for tile in tiles if rows >= least_rows else ():
             if is_valid(tile, workload, device) is None and _suits(tile, workload, device):
                 return replace(tile, num_splits=_default_splits(tile, rows, workload, device))
     return TILES[1][-1]
+
+
+def _suits_hopper(rows: int, workload: Mapping[str, Any], device: Device) -> bool:
+    """Whether the variant is faster here than the portable one, by 24 workloads on an H200 (docs/mla.md): from 32 rows
+    on, or with lengths that differ, which it divides evenly; if there are two tiles of keys for each group."""
+    groups, _ = hopper_groups(rows, device)
+    differ = workload.get("lengths", "equal") != "equal" and workload["batch"] >= 32
+    return (rows >= 32 or differ) and workload["batch"] * workload["kv_len"] >= 2 * HOPPER_TILE * groups
 
 
 def _suits(tile: Config, workload: Mapping[str, Any], device: Device) -> bool:
@@ -104,6 +134,10 @@ def _default_splits(tile: Config, rows: int, workload: Mapping[str, Any], device
 
 def is_valid(config: Config, workload: Mapping[str, Any], device: Device) -> str | None:
     """None, or why this config cannot run: the one statement of the constraints, for the space and for the launcher."""
+    if config.variant == "hopper":
+        return _hopper_is_valid(config, workload, device)
+    if config.piece_cost:
+        return f"piece_cost {config.piece_cost}: only variant hopper has one"
     for name in ("BLOCK_H", "BLOCK_N"):
         size = getattr(config, name)
         if size < 16 or size & (size - 1):
@@ -123,6 +157,34 @@ def is_valid(config: Config, workload: Mapping[str, Any], device: Device) -> str
     return None
 
 
+def _hopper_is_valid(config: Config, workload: Mapping[str, Any], device: Device) -> str | None:
+    fixed = {"BLOCK_H": HOPPER_TILE, "BLOCK_N": HOPPER_TILE, "num_splits": 1, "num_warps": 4, "num_stages": 2}
+    sizes = {"h_kv": 1, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    if device.arch != "sm_90":
+        return f"variant hopper: for sm_90, the device is {device.arch}"
+    for name, value in fixed.items():
+        if getattr(config, name) != value:
+            return f"{name} {getattr(config, name)}: variant hopper has {value}"
+    for name, value in sizes.items():
+        if workload[name] != value:
+            return f"{name} {workload[name]}: variant hopper is for {value}"
+    if workload["page_size"] not in HOPPER_PAGES:
+        return f"page_size {workload['page_size']}: variant hopper takes {', '.join(map(str, HOPPER_PAGES))}"
+    if workload["batch"] > MAX_HOPPER_BATCH:
+        return f"batch {workload['batch']}: variant hopper takes at most {MAX_HOPPER_BATCH}"
+    if not 1 <= config.piece_cost <= 64:  # nothing at all for an empty request would leave it to no one
+        return f"piece_cost {config.piece_cost}: must be 1 to 64"
+    if device.shared_memory_per_block < HOPPER_SHARED_BYTES:
+        return f"shared memory: needs {HOPPER_SHARED_BYTES} B, device has {device.shared_memory_per_block} B"
+    return None
+
+
+def hopper_groups(rows: int, device: Device) -> tuple[int, int]:
+    """(groups, row_tiles): the programs of hopper.py, one on each SM; the row tiles of a group share its keys."""
+    row_tiles = -(-rows // HOPPER_TILE)
+    return max(1, device.sm_count // row_tiles), row_tiles
+
+
 def scratch_bytes(config: Config, workload: Mapping[str, Any]) -> int:
     """Device memory that the partial results take: float32, one row of output and one lse for each split."""
     if config.num_splits == 1:
@@ -132,12 +194,14 @@ def scratch_bytes(config: Config, workload: Mapping[str, Any]) -> int:
 
 
 def shared_bytes(config: Config, workload: Mapping[str, Any], device: Device) -> int:
-    """Shared memory that the split kernel needs: Q, P, the buffers of the pipeline; or the result on its way out.
+    """Shared memory that the main kernel needs: Q, P, the buffers of the pipeline; or the result on its way out.
 
     With two or more stages, this is what Triton 3.6 and 3.9 report on NVIDIA (64 rows on sm_100 aside), except where
     they add up to 2 KB of their own. Elsewhere they need more, never less, and the compiler has the last word. The
     tests compare.
     """
+    if config.variant == "hopper":
+        return HOPPER_SHARED_BYTES
     element = 2  # bytes of bf16 and fp16
     latent, rope = block_width(workload["kv_lora_rank"]), block_width(workload["qk_rope_head_dim"])
     q = config.BLOCK_H * (latent + rope) * element

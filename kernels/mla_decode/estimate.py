@@ -15,7 +15,7 @@ from kerneltune.kernels.estimate import (
     spilling,
     waves,
 )
-from kerneltune.kernels.mla_decode.config import Config, shared_bytes
+from kerneltune.kernels.mla_decode.config import HOPPER_TILE, Config, hopper_groups, shared_bytes
 
 ELEMENT_BYTES = 2
 OTHER_REGISTERS = 70  # of a thread, beside its part of the output tile
@@ -26,6 +26,8 @@ SOFTMAX_US = 0.4  # of one tile, one block alone: two reductions and the waits b
 SHARED_COPY_RATIO = 12  # shared memory's bandwidth over an SM's share of device memory's
 COMBINE_US = 3.5  # to launch and run an empty merge
 MERGE_US = 0.02  # to merge one more split
+HOPPER_EFFICIENCY = 0.75  # of the matrix rate, in the loop over tiles
+HOPPER_START_US = 10.0  # the first tile, with cold instructions, and the last output
 SPREAD_MEAN = 0.75  # lengths spread over kv_len / 2 ... kv_len
 
 
@@ -35,6 +37,8 @@ def estimate_us(config: Config, workload: Mapping[str, Any], device: Device, rea
     Args:
         read_gbps, tflops: the ceilings of the device.
     """
+    if config.variant == "hopper":
+        return _hopper_us(config, workload, device, read_gbps, tflops)
     sm_bytes_per_us = read_gbps * 1e3 / device.sm_count
     sm_flops_per_us = tflops * 1e6 / device.sm_count
     latent = workload["kv_lora_rank"]
@@ -81,3 +85,16 @@ def estimate_us(config: Config, workload: Mapping[str, Any], device: Device, rea
         partial_bytes = requests * rows * config.num_splits * latent * 4 * 2
         total += COMBINE_US + MERGE_US * config.num_splits + partial_bytes / (read_gbps * 1e3)
     return total
+
+
+def _hopper_us(config: Config, workload: Mapping[str, Any], device: Device, read_gbps: float, tflops: float) -> float:
+    """Microseconds of the persistent variant: the longest share of the tiles, each bound by matrix rate or memory."""
+    rows = workload["s_q"] * workload["heads"]
+    groups, row_tiles = hopper_groups(rows, device)
+    width = workload["kv_lora_rank"] + workload["qk_rope_head_dim"]
+    tiles = workload["batch"] * (-(-workload["kv_len"] // HOPPER_TILE) + config.piece_cost)
+    flops = 2 * HOPPER_TILE * HOPPER_TILE * (width + workload["kv_lora_rank"])
+    matrix = flops * device.sm_count / (tflops * 1e6 * HOPPER_EFFICIENCY)
+    memory = HOPPER_TILE * width * ELEMENT_BYTES * min(groups, tiles) / (read_gbps * 1e3)
+    parts = 2 * min(groups, tiles) * row_tiles * HOPPER_TILE * workload["kv_lora_rank"] * 4
+    return -(-tiles // groups) * combined(matrix, memory) + HOPPER_START_US + COMBINE_US + parts / (read_gbps * 1e3)

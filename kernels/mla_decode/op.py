@@ -20,7 +20,9 @@ from kerneltune.kernels.device import Device, current_device
 from kerneltune.kernels.launch_plan import Layout, Plan
 from kerneltune.kernels.mla_decode import custom_op
 from kerneltune.kernels.mla_decode.combine import combine_call
-from kerneltune.kernels.mla_decode.config import Config, default_config, is_valid
+from kerneltune.kernels.mla_decode.combine_pieces import combine_pieces_call
+from kerneltune.kernels.mla_decode.config import HOPPER_TILE, Config, default_config, hopper_groups, is_valid
+from kerneltune.kernels.mla_decode.hopper import hopper_call, hopper_refuses
 from kerneltune.kernels.mla_decode.triton_split_kv import split_kv_call
 from kerneltune.kernels.tunable import KernelCall
 
@@ -142,10 +144,28 @@ def decode_calls(
     causal: bool,
     empty_lse: float = float("-inf"),
 ) -> list[KernelCall]:
-    """The launches of one decode, in order: the split kernel and, with several splits, the combine.
+    """The launches of one decode, in order: the main kernel and, unless there is one split, the combine.
 
     `scratch` is laid out as `scratch_layout` says for this config; the other arguments are as in `mla_decode`.
+
+    Raises:
+        ValueError: the variant cannot take these tensors as they lie in memory.
     """
+    if config.variant == "hopper":
+        reason = hopper_refuses(q, kv_cache, softmax_scale)
+        if reason:
+            raise ValueError(reason)
+        partials = scratch["partial_out"], scratch["partial_lse"]
+        return [
+            hopper_call(
+                *(q, kv_cache, block_table, cache_seqlens, out, lse, *partials, scratch["cuts"]),
+                piece_cost=config.piece_cost,
+                softmax_scale=softmax_scale,
+                causal=causal,
+                empty_lse=empty_lse,
+            ),
+            combine_pieces_call(scratch["cuts"], *partials, out, lse, empty_lse=empty_lse),
+        ]
     # With one split there are no partials: lse, a pointer of the same type, stands in for them.
     partials = scratch.get("partial_out", lse), scratch.get("partial_lse", lse)
     split = split_kv_call(
@@ -159,14 +179,24 @@ def decode_calls(
     return [split, combine_call(*partials, out, lse, h_kv=kv_cache.shape[2], empty_lse=empty_lse)]
 
 
-def scratch_layout(batch: int, s_q: int, heads: int, kv_lora_rank: int, num_splits: int) -> Layout:
-    """The float32 partial results of a config with several splits; none for one split."""
-    if num_splits == 1:
+def scratch_layout(config: Config, batch: int, s_q: int, heads: int, kv_lora_rank: int, device: torch.device) -> Layout:
+    """The float32 partial results of a config and what goes with them; none for one split.
+
+    `device`: on "meta" (off-GPU compiles) the number of programs does not matter.
+    """
+    if config.variant == "hopper":
+        groups, row_tiles = hopper_groups(s_q * heads, device_of(device))
+        return {
+            "partial_out": ((groups, row_tiles, 2, HOPPER_TILE, kv_lora_rank), torch.float32),
+            "partial_lse": ((groups, row_tiles, 2, HOPPER_TILE), torch.float32),
+            "cuts": ((batch, 2), torch.int32),
+        }
+    if config.num_splits == 1:
         return {}
     rows = batch * s_q * heads
     return {
-        "partial_out": ((rows, num_splits, kv_lora_rank), torch.float32),
-        "partial_lse": ((rows, num_splits), torch.float32),
+        "partial_out": ((rows, config.num_splits, kv_lora_rank), torch.float32),
+        "partial_lse": ((rows, config.num_splits), torch.float32),
     }
 
 
@@ -256,7 +286,9 @@ def _first(
     exact = (q.dtype, heads, h_kv, s_q, causal, page_size, kv_lora_rank, d_qk - kv_lora_rank)
     path = None if table is None else os.fspath(table)
     chosen = _config_for(exact, batch, kv_len, lengths, q.device, given, path)
-    layout = scratch_layout(batch, s_q, heads, kv_lora_rank, chosen.num_splits)
+    if given is None and chosen.variant == "hopper" and hopper_refuses(q, kv_cache, softmax_scale):
+        chosen = default_config(_workload(exact, batch, kv_len), device_of(q.device), portable=True)
+    layout = scratch_layout(chosen, batch, s_q, heads, kv_lora_rank, q.device)
     scratch, offsets, workspace = launch_plan.carve(layout, q.device)
     calls = decode_calls(
         *(q, kv_cache, block_table, cache_seqlens, out, lse, scratch, chosen),
@@ -292,20 +324,7 @@ def _config_for(
     Raises:
         ValueError: the caller's config cannot run.
     """
-    dtype, heads, h_kv, s_q, causal, page_size, kv_lora_rank, rope = exact
-    workload = {
-        "dtype": DTYPE_NAMES[dtype],
-        "kv_dtype": DTYPE_NAMES[dtype],
-        "heads": heads,
-        "h_kv": h_kv,
-        "s_q": s_q,
-        "causal": causal,
-        "page_size": page_size,
-        "kv_lora_rank": kv_lora_rank,
-        "qk_rope_head_dim": rope,
-        "batch": batch,
-        "kv_len": max(kv_len, 1),
-    }
+    workload = _workload(exact, batch, kv_len)
     device = device_of(torch_device)
     if given is not None:
         reason = is_valid(given, workload, device)
@@ -328,6 +347,24 @@ def _config_for(
 
 
 tables.on_forget(_config_for.cache_clear)
+
+
+def _workload(exact: tuple[Any, ...], batch: int, kv_len: int) -> dict[str, Any]:
+    """The keys of a table lookup."""
+    dtype, heads, h_kv, s_q, causal, page_size, kv_lora_rank, rope = exact
+    return {
+        "dtype": DTYPE_NAMES[dtype],
+        "kv_dtype": DTYPE_NAMES[dtype],
+        "heads": heads,
+        "h_kv": h_kv,
+        "s_q": s_q,
+        "causal": causal,
+        "page_size": page_size,
+        "kv_lora_rank": kv_lora_rank,
+        "qk_rope_head_dim": rope,
+        "batch": batch,
+        "kv_len": max(kv_len, 1),
+    }
 
 
 def device_of(torch_device: torch.device) -> Device:

@@ -71,6 +71,7 @@ class MlaDecode:
     name = "mla-decode"
     parts = ("decode",)
     shared: tuple[str, ...] = ()
+    optional: Mapping[str, Scalar] = configs.OPTIONAL
     exact_keys = tuple(DEFAULTS)[:9]
     scaled_keys = ("batch", "kv_len")
     input_keys = ("lengths",)
@@ -161,7 +162,7 @@ class MlaDecode:
         out = torch.empty(*q.shape[:3], rank, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
         batch, s_q, heads = q.shape[:3]
-        scratch = allocate(scratch_layout(batch, s_q, heads, rank, params.num_splits), q.device)
+        scratch = allocate(scratch_layout(params, batch, s_q, heads, rank, q.device), q.device)
         calls = decode_calls(
             *(q, inputs["kv_cache"], inputs["block_table"], inputs["cache_seqlens"], out, lse, scratch, params),
             softmax_scale=problem.extra["softmax_scale"],

@@ -65,6 +65,7 @@ class MoeTunable:
     exact_keys = EXACT_KEYS
     scaled_keys = ("tokens",)
     input_keys = ("routing",)
+    optional: Mapping[str, Scalar] = {}
     variants = VARIANTS["moe"]
     deterministic = True  # aligned in a fixed order, choices added in theirs, nothing is atomic
 

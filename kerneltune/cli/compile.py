@@ -89,6 +89,8 @@ def _config(tunable: Tunable, workload: dict[str, Any], device: Device, text: st
 
     default = tunable.default_config(workload, device)
     by_part = {part: part_params(tunable, default, part) for part in tunable.parts}
+    for params in by_part.values():
+        params |= {name: value for name, value in tunable.optional.items() if name not in params}
     for item in text.split(",") if text else []:
         name, equals, value = (piece.strip() for piece in item.partition("="))
         part, dot, short = name.partition(".")
@@ -99,7 +101,11 @@ def _config(tunable: Tunable, workload: dict[str, Any], device: Device, text: st
             raise UserError(f"--config: {item!r} is not NAME=VALUE with a parameter of {tunable.name} ({known})")
         for each in parts:
             by_part[each][short] = _value(value)
-    return join_parts(tunable, by_part)
+    named = {
+        part: {name: value for name, value in params.items() if value != tunable.optional.get(name)}
+        for part, params in by_part.items()
+    }
+    return join_parts(tunable, named)
 
 
 def _value(text: str) -> int | float | bool | str:

@@ -60,8 +60,8 @@ class PointStudy:
         """
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.points = [dict(point) for point in points]
-        names = list(self.points[0]) if self.points else []
-        self._values = {name: _ordered({point[name] for point in self.points}) for name in names}
+        names = dict.fromkeys(name for point in self.points for name in point)
+        self._values = {name: _ordered({point.get(name) for point in self.points}) for name in names}
         coordinates = [self._encode(point) for point in self.points]
         self._index = {each: i for i, each in enumerate(coordinates)}
         self.state = State(self.points, coordinates, np.ones(len(self.points), bool))
@@ -111,7 +111,7 @@ class PointStudy:
             return self._study.ask(self._distributions)
 
     def _encode(self, point: Mapping[str, Any]) -> tuple[int, ...]:
-        return tuple(values.index(point[name]) for name, values in self._values.items())
+        return tuple(values.index(point.get(name)) for name, values in self._values.items())
 
     def _find(self, point: Mapping[str, Any]) -> int | None:
         try:
@@ -260,4 +260,4 @@ class SurrogateSampler(PointSampler):
 
 
 def _ordered(values: set[Any]) -> list[Any]:
-    return sorted(values, key=lambda value: (isinstance(value, str), value))
+    return sorted(values, key=lambda value: (value is not None, isinstance(value, str), 0 if value is None else value))

@@ -225,8 +225,8 @@ def coordinates_of(points: Sequence[Mapping[str, Any]]) -> Floats:
     A parameter that never changes has no column.
     """
     columns = []
-    for name in points[0] if points else ():
-        values = [point[name] for point in points]
+    for name in dict.fromkeys(name for point in points for name in point):
+        values: list[Any] = [point.get(name) for point in points]
         distinct = sorted(set(values), key=lambda value: (str(type(value)), value))
         if len(distinct) == 1:
             continue

@@ -101,6 +101,7 @@ class Toy:
 
     name = "toy"
     parts: tuple[str, ...] = ("dot",)
+    optional: Mapping[str, int] = {}
     shared: tuple[str, ...] = ()
     exact_keys = ("k", "dtype")
     scaled_keys = ("rows",)
@@ -244,6 +245,7 @@ class TwoToys(Toy):
 
     name = "two-toys"
     parts = ("first", "second")
+    optional: Mapping[str, int] = {}
     shared = ("BLOCK_K",)
 
     def default_config(self, workload: Workload, device: Device) -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ class Scripted:
 
     kernel, source, kernel_hash = "mla-decode", "live", {"split_kv": "0" * 12}
     parts: tuple[str, ...] = ("decode",)
+    optional: Mapping[str, int] = {}
     shared: tuple[str, ...] = ()
     varying_keys: tuple[str, ...] = ("batch", "kv_len", "lengths")
 

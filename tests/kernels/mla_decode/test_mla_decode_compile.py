@@ -29,11 +29,13 @@ PTX_CHILD = """
 import sys
 from kerneltune.compile import stub_driver
 from kerneltune.device import target
+from kerneltune.kernels.mla_decode.config import default_config
 from kerneltune.kernels.mla_decode.tunable import TUNABLE
 
 workload, device = TUNABLE.complete_workload({"heads": 128}), target("sm_90")
+config = default_config(workload, device, portable=True).to_dict()
 with stub_driver(device):
-    call = TUNABLE.launch(TUNABLE.make_problem(workload, "meta"), TUNABLE.default_config(workload, device)).calls[0]
+    call = TUNABLE.launch(TUNABLE.make_problem(workload, "meta"), config).calls[0]
     print(call.fn.warmup(*call.args, grid=call.grid, **call.options).asm["ptx"])
 """
 TILE = {"BLOCK_H": 16, "BLOCK_N": 32, "num_splits": 1, "num_warps": 4, "num_stages": 3}

@@ -228,10 +228,14 @@ def test_validity_says_why() -> None:
 
 
 def test_default_config_on_an_h200() -> None:
-    def default(**keys: Any) -> tuple[int, ...]:
-        return tuple(default_config(TUNABLE.complete_workload(keys), H200).to_dict().values())
+    def default(portable: bool = True, **keys: Any) -> tuple[Any, ...]:
+        return tuple(default_config(TUNABLE.complete_workload(keys), H200, portable).to_dict().values())
 
     assert default(heads=128, batch=128, kv_len=4096) == (64, 64, 1, 8, 2)
+    assert default(False, heads=128, batch=128, kv_len=4096) == (64, 64, 1, 4, 2, "hopper", 4)
+    assert default(False, heads=128, batch=1, kv_len=2048)[-1] != 4  # too little for all groups
+    assert default(False, heads=16, batch=128, kv_len=4096) == (16, 64, 1, 8, 3)
+    assert default(False, heads=16, batch=128, kv_len=4096, lengths="spread")[5:] == ("hopper", 4)
     assert default(heads=16, batch=128, kv_len=4096) == (16, 64, 1, 8, 3)
     assert 48 <= default(heads=16, batch=1, kv_len=32768)[2] <= 128
     assert default(heads=16, batch=1, kv_len=1)[2] == 1
