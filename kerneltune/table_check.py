@@ -8,7 +8,7 @@ compiler are those that lie here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -89,10 +89,8 @@ def check_tables(paths: Sequence[Path]) -> list[Finding]:
 def _check_table(path: Path, table: Table, first: dict[tuple[Any, ...], str]) -> Iterator[Finding]:
     from kerneltune.device import versions
 
-    try:
-        device = Device(**table.device)
-    except TypeError:
-        device = None
+    device = _whole_device(table.device)
+    if device is None:
         yield Finding(str(path), True, None, "device: fields are missing, so no config can be judged: search again")
     here = versions()
     own = table.provenance
@@ -157,6 +155,15 @@ def _check_entry(
     time_us, default_us = (entry.get("measured", {}).get(name) for name in ("time_us", "default_us"))
     if all(isinstance(x, int | float) for x in (time_us, default_us)) and time_us > default_us:
         yield False, f"measured slower than the default: {time_us} us, {default_us} us"
+
+
+def _whole_device(described: Mapping[str, Any]) -> Device | None:
+    """The device of a table; None where a field is missing. What else it says is for the reader."""
+    known = {field.name: described[field.name] for field in fields(Device) if field.name in described}
+    try:
+        return Device(**known)
+    except TypeError:
+        return None
 
 
 def _age_days(date: object) -> int | None:

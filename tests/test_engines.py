@@ -142,5 +142,37 @@ def test_an_export_stays_in_its_folder(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def our_table(path: Path, *sizes: dict[str, Any], **changed: Any) -> Path:
+    config = {part: dict(zip(ours(), (16, 32, 64, 1, 4, 3), strict=True)) for part in ("gemm1", "gemm2")}
+    tunable = load_tunable("moe")
+    made = [tables.make_entry(dict(tunable.complete_workload(SIZES | each)), config | changed, {}) for each in sizes]
+    path.write_text(json.dumps(tables.make_table("moe", H200.to_dict(), {"triton": "3.6.0"}, made)))
+    return path
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_tables_whose_files_have_one_name_are_exported_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], engine: str
+) -> None:
+    """The later one's file replaced the earlier one's."""
+    a = our_table(tmp_path / "a.json", {"tokens": 1}, {"tokens": 64})
+    b = our_table(tmp_path / "b.json", {"tokens": 8}, {"tokens": 64, "dtype": "fp16"})
+    command(capsys, "export", a, b, "--format", engine, "--to", tmp_path / "out")
+    (file,) = (tmp_path / "out").rglob("E=8,N=7168,device_name=NVIDIA_H200.json")
+    assert list(json.loads(file.read_text())) == ["1", "8", "64"]
+
+
+@pytest.mark.parametrize("params", [3, {}, {"BLOCK_M": "16"}, {"BLOCK_M": 16}])
+def test_an_entry_that_is_no_config_is_not_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], params: Any
+) -> None:
+    good = our_table(tmp_path / "a.json", {"tokens": 1})
+    bad = our_table(tmp_path / "b.json", {"tokens": 8}, gemm1=params)
+    says = command(capsys, "export", good, bad, "--format", "vllm", "--to", tmp_path / "out", code=2)
+    assert "the entry of tokens=8: config.gemm1." in says
+    assert "b.json" in says
+    assert not (tmp_path / "out").exists()
+
+
 def ours() -> tuple[str, ...]:
     return ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M", "num_warps", "num_stages")

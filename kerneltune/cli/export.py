@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -72,21 +72,29 @@ def _write_engine_files(
     mine = [table for table in loaded if table.kernel == "moe" and table.entries]
     if not mine:
         raise UserError(f"--format {engine}: none of these tables is of moe, and {engine} has none of another kernel")
-    written: dict[Path, int] = {}
-    notes: dict[str, None] = {}
+    together: dict[tuple[str, str], list[Table]] = {}  # whose files may have one name
     for table in mine:
-        version = triton or str(table.provenance.get("triton", ""))
+        version = triton or str(table.provenance.get("triton") or "")
         if engine == "sglang" and not version:
             raise UserError(f"{table.path}: does not say its Triton version, SGLang's folder: name --triton 3.6.0")
-        name = device_name or str(table.device["name"])
-        files, lost = engines.engine_files(engine, name, version, table.entries)
+        together.setdefault((device_name or table.device["name"], version), []).append(table)
+    planned: dict[Path, dict[str, Any]] = {}
+    notes: dict[str, None] = {}
+    for (name, version), tables in together.items():
+        entries = [entry for table in tables for entry in table.entries]
+        try:
+            files, lost = engines.engine_files(engine, name, version, entries)
+        except UserError as error:
+            raise UserError(f"{', '.join(table.path for table in tables)}: {error}") from None
         notes |= dict.fromkeys(lost)
         for relative, content in files.items():
-            path = to / relative
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, (json.dumps(content, indent=4) + "\n").encode())
-            written[path] = len(content)
-    return written, list(notes)
+            if to / relative in planned:  # vLLM folds every H200 into one name
+                notes[f"{to / relative}: of several devices' tables the last is written"] = None
+            planned[to / relative] = content
+    for path, content in planned.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, (json.dumps(content, indent=4) + "\n").encode())
+    return {path: len(content) for path, content in planned.items()}, list(notes)
 
 
 def table_files(sources: list[Path] | None) -> list[Path]:

@@ -50,7 +50,7 @@ def test_records_alone_give_the_same_rows_as_the_table(tmp_path: Path) -> None:
 def test_the_gain_that_the_table_states_is_told(tmp_path: Path) -> None:
     entry = {
         "workload": sample.mla_workload(1, 2048, 16),
-        "config": {},
+        "config": {"BLOCK_N": 64},
         "measured": {"time_us": 9.0, "default_us": 9.05, "gain": 1.0},
     }
     sample.write_table(tmp_path / "tables" / "a.json", "mla-decode", [entry])
