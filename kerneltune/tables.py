@@ -32,6 +32,7 @@ from kerneltune.kernels.table_format import (
     TableError,
     parse_scaled,
     parse_table,
+    scaled_text,
     table_workload,
 )
 from kerneltune.kernels.tables import Match
@@ -117,6 +118,18 @@ def measured_loss(
         if sizes is not None and (sizes == own) == (asked == own):
             found.append((sum(abs(math.log2(sizes[n] / asked[n])) for n in keys.scaled), text, sizes, loss))
     return min(found)[2:] if found else None
+
+
+def loss_at(kernel: str, entry: Mapping[str, Any], workload: Mapping[str, Any]) -> float | None:
+    """What the entry's config was measured to lose at the very sizes of this workload, wherever that was measured.
+
+    None: nobody measured it, or the entry is of another problem: an exact key or the input class differs.
+    """
+    keys, own = KEYS[kernel], entry["workload"]
+    same = all(own[name] == workload.get(name) for name in keys.exact)
+    if not same or workload.get(keys.input, own[keys.input]) != own[keys.input]:
+        return None
+    return entry.get("loss", {}).get(scaled_text(keys, workload))
 
 
 def write_table(path: Path, table: Mapping[str, Any]) -> None:
@@ -218,6 +231,8 @@ class Nearest:
     path: str
     entry: Mapping[str, Any]
     differs: tuple[str, ...]
+    loss: float | None = None  # of its config at the very sizes asked for, as measured on `device`
+    device: str = ""  # the table's, where it is not the one asked about
 
 
 def nearest(
@@ -242,7 +257,9 @@ def nearest(
                 scaled = KEYS[kernel].scaled
                 apart = sum(abs(math.log2(entry["workload"][n] / max(workload.get(n, 0), 1))) for n in scaled)
                 if best is None or (len(differs), apart) < least:
-                    best, least = Nearest(path, entry, differs), (len(differs), apart)
+                    elsewhere = "" if relation(table.device, device) == "" else table.device["name"]
+                    best = Nearest(path, entry, differs, loss_at(kernel, entry, workload), elsewhere)
+                    least = len(differs), apart
     return best
 
 

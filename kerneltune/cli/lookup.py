@@ -39,7 +39,7 @@ def lookup(
     import os
 
     from kerneltune import tables
-    from kerneltune.kernels import staleness
+    from kerneltune.kernels import staleness, table_files, table_format
     from kerneltune.registry import KERNELS
     from kerneltune.workloads import base_sizes, format_workload, parse_workload
 
@@ -50,8 +50,8 @@ def lookup(
     for path in table:
         if not path.exists():
             raise UserError(f"--table {path}: no such file or folder")
-        if path.is_dir() and not any(path.glob("*.json")):
-            raise UserError(f"--table {path}: no *.json in this folder (a search writes its tables to <--out>/tables)")
+        if not any(source.files for source in table_files.sources([path], only=True)):
+            raise UserError(f"--table {path}: no *.json in this folder, nor in its folder `tables`")
     if stale is not None:
         staleness.parse_policies(stale)
         os.environ[staleness.VARIABLE] = stale
@@ -65,6 +65,8 @@ def lookup(
     unfit = _why_not(kernel, asked, match, gpu)
     nearest = None if match else tables.nearest(kernel, asked, gpu, first)
     lost = tables.measured_loss(kernel, match.entry, asked) if match else None
+    measured_on = tables.load_table(match.path).device["name"] if match else ""
+    sizes = table_format.scaled_text(table_format.KEYS[kernel], asked)
     if as_json:
         found = {
             "kernel": kernel,
@@ -75,7 +77,7 @@ def lookup(
             "cannot_run": unfit,
             "left_out": [dataclasses.asdict(each) for each in answer.left_out],
             "nearest": dataclasses.asdict(nearest) if nearest else None,
-            "loss": {"at": lost[0], "measured": lost[1]} if lost else None,
+            "loss": {"at": lost[0], "measured": lost[1], "on": measured_on} if lost else None,
         }
         print(json.dumps(found))
         return
@@ -84,22 +86,22 @@ def lookup(
     if fault:
         lines += [f"  policy    {fault}; the usual one holds"]
     if match:
+        elsewhere = f" on {measured_on}, not here" if match.relation else ""
         fits = "exact" if match.exact else f"nearest, sizes a factor of {2**match.distance:.2f} away"
         if match.distance == 0 and not match.exact:
             fits = f"same sizes, tuned for {_inputs_text(kernel, match.entry['workload'])}"
         if lost:
             place = "" if match.distance == 0 else f" at {' '.join(f'{name}={size}' for name, size in lost[0].items())}"
-            fits += f", measured loss {100 * lost[1]:.1f} %{place}"
+            fits += f", measured loss {100 * lost[1]:.1f} %{place}{elsewhere}"
         elif match.distance:
             fits += ", loss not measured"
         lines += [f"  entry     {format_workload(kernel, match.entry['workload'])} ({fits})"]
         lines += [f"  config    {_config_text(match.config)}"]
         lines += [f"  file      {match.path} ({match.source})"]
-        lines += [f"  measured  {_measured_text(match.entry.get('measured', {}))}"]
+        lines += [f"  measured  {_measured_text(match.entry.get('measured', {}))}{elsewhere}"]
         lines += [f"  inputs    {_inputs_text(kernel, match.entry['workload'])}"]
         if match.relation:
-            name = tables.load_table(match.path).device["name"]
-            lines += [f"  relative  of {name}: {match.relation}"]
+            lines += [f"  relative  of {measured_on}: {match.relation}"]
         lines += [f"  stale     {each.reason} (policy: {ruling[each.kind]})" for each in match.stale]
         if unfit:
             lines += [f"  but       it cannot run here, so the kernel takes its default config: {unfit}"]
@@ -108,6 +110,9 @@ def lookup(
         if nearest:
             lines += [f"  nearest   {format_workload(kernel, nearest.entry['workload'])} in {nearest.path}"]
             lines += [f"  differs   {difference}" for difference in nearest.differs]
+            if nearest.loss is not None:
+                elsewhere = f" on {nearest.device}, not here" if nearest.device else ""
+                lines += [f"  loss      measured loss {100 * nearest.loss:.1f} % at {sizes}{elsewhere}"]
         else:
             lines += [f"  no table of {kernel} is in any of the places (KERNELTUNE_TABLES, the user's folder, shipped)"]
         lines += [f"  to tune   kerneltune search {kernel} --workload {tables.launch_tables.shape_text(kernel, asked)}"]

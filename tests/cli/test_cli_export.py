@@ -117,6 +117,8 @@ def test_lookup_says_that_a_folder_holds_no_tables(capsys: pytest.CaptureFixture
     searched(8, 6)
     asked = ("lookup", "mla-decode", ASKED, "--target", "sm_90", "--table", "kerneltune-results")
     assert "--table kerneltune-results: no *.json in this folder" in command(capsys, *asked, code=2)
+    out = ("--table", "kerneltune-results/nvidia-h200/mla-decode")  # its `tables` are looked at
+    assert "num_splits=6" in command(capsys, *asked[:-2], *out)
 
 
 def test_lookup_names_file_and_entry(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
