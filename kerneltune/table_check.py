@@ -8,7 +8,7 @@ compiler are those that lie here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from kerneltune.kernels import table_files
 from kerneltune.kernels.device import Device
 from kerneltune.kernels.staleness import staleness
 from kerneltune.kernels.table_format import KEYS, Table, TableError
+from kerneltune.tables import whole_device, why_not
 from kerneltune.workloads import format_workload
 
 COMPARED = ("torch", "driver")  # software whose change is worth a note
@@ -89,7 +90,7 @@ def check_tables(paths: Sequence[Path]) -> list[Finding]:
 def _check_table(path: Path, table: Table, first: dict[tuple[Any, ...], str]) -> Iterator[Finding]:
     from kerneltune.device import versions
 
-    device = _whole_device(table.device)
+    device = whole_device(table.device)
     if device is None:
         yield Finding(str(path), True, None, "device: fields are missing, so no config can be judged: search again")
     here = versions()
@@ -120,7 +121,6 @@ def _check_entry(
     number: int,
     first: dict[tuple[Any, ...], str],
 ) -> Iterator[tuple[bool, str]]:
-    from kerneltune.kernels.tunable import part_params
     from kerneltune.registry import load_tunable
 
     tunable, workload, config = load_tunable(table.kernel), entry["workload"], entry["config"]
@@ -137,16 +137,8 @@ def _check_entry(
     if place in first:
         yield True, f"the same workload as {first[place]}, which hides it or is hidden by it: leave one"
     first.setdefault(place, f"{path.name} entries[{number}]")
-    if device is not None:
-        for part in tunable.parts:
-            try:
-                reason = tunable.is_valid(part, part_params(tunable, config, part), complete, device)
-            except (KeyError, TypeError, ValueError) as error:
-                reason = f"not a config of {table.kernel}: {error}"
-            if reason:
-                where = f"{part}: " if len(tunable.parts) > 1 else ""
-                yield True, f"config cannot run on {device.name}: {where}{reason}; tune it again"
-                break
+    if device is not None and (reason := why_not(table.kernel, config, complete, device)):
+        yield True, f"config cannot run on {device.name}: {reason}; tune it again"
     for stale in staleness(table.kernel, config, entry.get("provenance", table.provenance)):
         renew = f"kerneltune revalidate {path}"
         yield stale.kind == "source", f"{stale.kind} changed: {stale.reason}; to renew it: {renew}"
@@ -155,15 +147,6 @@ def _check_entry(
     time_us, default_us = (entry.get("measured", {}).get(name) for name in ("time_us", "default_us"))
     if all(isinstance(x, int | float) for x in (time_us, default_us)) and time_us > default_us:
         yield False, f"measured slower than the default: {time_us} us, {default_us} us"
-
-
-def _whole_device(described: Mapping[str, Any]) -> Device | None:
-    """The device of a table; None where a field is missing. What else it says is for the reader."""
-    known = {field.name: described[field.name] for field in fields(Device) if field.name in described}
-    try:
-        return Device(**known)
-    except TypeError:
-        return None
 
 
 def _age_days(date: object) -> int | None:

@@ -16,7 +16,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,6 +130,33 @@ def loss_at(kernel: str, entry: Mapping[str, Any], workload: Mapping[str, Any]) 
     if not same or workload.get(keys.input, own[keys.input]) != own[keys.input]:
         return None
     return entry.get("loss", {}).get(scaled_text(keys, workload))
+
+
+def whole_device(described: Mapping[str, Any]) -> Device | None:
+    """The device that a table describes; None where a field is missing. What else it says is for the reader."""
+    from kerneltune.kernels.device import Device
+
+    known = {field.name: described[field.name] for field in fields(Device) if field.name in described}
+    try:
+        return Device(**known)
+    except TypeError:
+        return None
+
+
+def why_not(kernel: str, config: Mapping[str, Any], workload: Mapping[str, Any], device: Device) -> str | None:
+    """Why a launch on `device` would refuse a config, naming the part of the kernel where it has several, or None."""
+    from kerneltune.kernels.tunable import part_params
+    from kerneltune.registry import load_tunable
+
+    tunable = load_tunable(kernel)
+    for part in tunable.parts:
+        try:
+            reason = tunable.is_valid(part, part_params(tunable, config, part), workload, device)
+        except (KeyError, TypeError, ValueError) as error:
+            reason = f"not a config of {kernel}: {error}"
+        if reason:
+            return f"{part}: {reason}" if len(tunable.parts) > 1 else reason
+    return None
 
 
 def write_table(path: Path, table: Mapping[str, Any]) -> None:

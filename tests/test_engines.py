@@ -46,7 +46,7 @@ def imported(capsys: pytest.CaptureFixture[str], out: Path, *files: Path) -> str
 
 
 def first_tried(out: Path) -> list[dict[str, Any]]:
-    return imported_configs(out, "moe", load_tunable("moe").complete_workload(SIZES))
+    return imported_configs(out, "moe", load_tunable("moe").complete_workload(SIZES), H200.to_dict())[0]
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -78,10 +78,37 @@ def test_what_does_not_fit_is_clamped_and_counted(tmp_path: Path, capsys: pytest
             assert config[part]["BLOCK_K"] >= 32
 
 
-def test_what_cannot_be_clamped_is_kept_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = imported(capsys, tmp_path / "out", engine_file(tmp_path, m64=row(BLOCK_SIZE_N=96), m1=row()))
-    assert "1 of them the kernel would not run" in shown
-    assert "of them clamped" not in shown
+def test_what_cannot_be_clamped_is_kept_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = {f"m{tokens}": row(BLOCK_SIZE_N=96) for tokens in range(2, 12)}
+    file = engine_file(tmp_path, NAME, m1=row(), **bad)
+    shown = imported(capsys, tmp_path / "out", file).splitlines()
+    assert "11 configs" in shown[0]
+    assert "of them clamped" not in shown[0]
+    assert shown[1] == "  10 of them the kernel would not run, so a search passes over them:"
+    assert shown[2] == "  tokens=2: gemm1: parameters: BLOCK_N is 48, expected a power of two"
+    assert shown[-1] == "  and 2 more (--json names all)"
+    arguments = ["import", file, "--workload", "K=4096,top_k=2", "--out", tmp_path / "out", "--json"]
+    (told,) = json.loads(command(capsys, *arguments))
+    assert [each["workload"]["tokens"] for each in told["refused"]] == list(range(2, 12))
+    mine = our_table(tmp_path / "ours.json", {"tokens": 64}, gemm2={"BLOCK_Q": 1})
+    assert "  tokens=64: gemm2: " in command(capsys, "import", mine, "--out", tmp_path / "ours")
+    assert first_tried(tmp_path / "ours") == []
+
+
+def test_many_sources_take_turns_and_the_rest_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The four entries of the first file took all places."""
+    many = {f"m{tokens}": row(BLOCK_SIZE_N=64, GROUP_SIZE_M=tokens) for tokens in (48, 56, 64, 72)}
+    engine_file(tmp_path / "a", NAME, **many)
+    engine_file(tmp_path / "b", NAME, m60=row(BLOCK_SIZE_N=128), m64=row(BLOCK_SIZE_N=64, GROUP_SIZE_M=64))  # as a's
+    engine_file(tmp_path / "c", NAME, m96=row(BLOCK_SIZE_N=256), m127=row(BLOCK_SIZE_N=96))  # the last cannot run
+    for folder in "abc":
+        imported(capsys, tmp_path / "out", tmp_path / folder / NAME)
+    complete = load_tunable("moe").complete_workload(SIZES)
+    found, more = imported_configs(tmp_path / "out", "moe", complete, H200.to_dict())
+    tiles = [(config["gemm1"]["BLOCK_N"], config["gemm1"]["GROUP_M"]) for config in found]
+    assert tiles[0] == (32, 64)  # the very size
+    assert set(tiles) == {(32, 64), (64, 1), (128, 1), (32, 72)}
+    assert more == 2
 
 
 def test_fields_dropped_or_taken_from_triton_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,7 +137,7 @@ def test_a_fused_shared_expert_is_a_start_for_the_model_without_it(
     arguments = ["import", file, "--model", "deepseek-v3", "--tp", 8, "--out", tmp_path / "out"]
     assert "a start for E=256" in command(capsys, *arguments)
     asked = load_tunable("moe").complete_workload(model_workload("moe", "deepseek-v3", 8) | {"tokens": 64})
-    assert len(imported_configs(tmp_path / "out", "moe", asked)) == 1
+    assert len(imported_configs(tmp_path / "out", "moe", asked, H200.to_dict())[0]) == 1
 
 
 def test_token_counts_are_written_one_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,18 +125,12 @@ def lookup(
 
 def _why_not(kernel: str, workload: dict[str, Any], match: Any, gpu: Any) -> str | None:
     """Why the launch would refuse the config of an entry, so that the default is used."""
-    from kerneltune.kernels.tunable import part_params
     from kerneltune.registry import load_tunable
+    from kerneltune.tables import why_not
 
     if match is None or not gpu.shared_memory_per_block:  # named alone: nothing is known that a config could break
         return None
-    tunable = load_tunable(kernel)
-    complete = tunable.complete_workload(workload)
-    try:
-        reasons = [tunable.is_valid(p, part_params(tunable, match.config, p), complete, gpu) for p in tunable.parts]
-    except (KeyError, TypeError, ValueError) as error:
-        return f"not a config of {kernel}: {error}"
-    return next((reason for reason in reasons if reason), None)
+    return why_not(kernel, match.config, load_tunable(kernel).complete_workload(workload), gpu)
 
 
 def _named_device(text: str) -> Any:
