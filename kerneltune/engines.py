@@ -66,6 +66,9 @@ def read_engine_file(path: Path) -> EngineFile:
     match = _FILE.fullmatch(path.name)
     if match is None:
         raise UserError(f"{path}: not named as vLLM or SGLang name MoE tables (E=..,N=..,device_name=...json)")
+    for name in ("E", "N"):
+        if not 0 < int(match[name][:12]) < 2**31:
+            raise UserError(f"{path}: {name}={match[name]:.20}: expected a whole number from 1 to 2**31 - 1")
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
@@ -187,7 +190,7 @@ def engine_folder(engine: str, triton: str) -> str:
     """
     if engine == "vllm":
         return "."
-    if not re.fullmatch(r"[0-9A-Za-z.]+([+].*)?", triton):  # it comes from a table and becomes a folder
+    if not re.fullmatch(r"\d+(\.[0-9A-Za-z]+)+([+].*)?", triton):  # it comes from a table and becomes a folder
         raise UserError(f"Triton version {triton!r:.60}: expected one like 3.6.0")
     return f"configs/triton_{re.sub('[+].*', '', triton).replace('.', '_')}"
 

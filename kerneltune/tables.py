@@ -12,9 +12,11 @@ class, which a lookup without a class goes by.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -227,9 +229,26 @@ def shipped_tables() -> list[Path]:
     return [Path(path) for source in table_files.sources() if source.name == "shipped" for path in source.files]
 
 
-def found_tables() -> list[Path]:
-    """The files that a launch here would look through, in their order."""
-    return [Path(path) for source in table_files.sources() for path in source.files]
+def loaded_here() -> list[Table]:
+    """The tables that a launch here would look through, in their order; as there, what is no table is warned of."""
+    found = []
+    for source in table_files.sources():
+        for path in source.files:
+            try:
+                found.append(load_table(path))
+            except UserError as error:
+                warnings.warn(f"table left out: {error} ({source.name})", UserWarning, stacklevel=2)
+    return found
+
+
+def devices(first: Sequence[str | os.PathLike[str]] | None = None) -> set[str]:
+    """The names of the devices of all sound tables that a lookup would read."""
+    found = set()
+    for source in table_files.sources(first):
+        for path in source.files:
+            with contextlib.suppress(TableError, OSError):  # the lookup warns of it
+                found.add(str(table_files.read_table(path).device["name"]))
+    return found
 
 
 def as_dict(table: Table) -> dict[str, Any]:
@@ -333,8 +352,6 @@ def _present(path: Path) -> dict[str, Any] | None:
     try:
         return as_dict(parse_table(path.read_bytes(), str(path)))
     except TableError as error:
-        import warnings
-
         aside = path.with_name(f"{path.name}.damaged")
         os.replace(path, aside)
         warnings.warn(f"{path} was not a sound table ({error}); it is now {aside.name}", UserWarning, stacklevel=3)

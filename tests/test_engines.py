@@ -154,6 +154,7 @@ def test_token_counts_are_written_one_way(tmp_path: Path, capsys: pytest.Capture
         ("x/../../../../escaped/evil", "3.6.0", "device.name 'x/../../../../escaped/evil'"),
         ("x/../../../../escaped/evil\0", "3.6.0", "device.name"),
         ("NVIDIA H200", "3/6", "Triton version '3/6'"),
+        ("NVIDIA H200", "..", "Triton version '..'"),
     ],
 )
 def test_an_export_stays_in_its_folder(
@@ -167,6 +168,36 @@ def test_an_export_stays_in_its_folder(
     arguments = ["export", tmp_path / "hostile.json", "--format", "sglang", "--to", tmp_path / "a" / "b"]
     assert says in command(capsys, *arguments, code=2)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "workload", "says"),
+    [
+        ("E=0,N=16,device_name=X.json", "K=64,top_k=2", "E=0: expected a whole number from 1"),
+        ("E=8,N=99999999999,device_name=X.json", "K=64,top_k=2", "N=99999999999: expected a whole number from 1"),
+        ("E=8,N=16,device_name=X.json", "K=64,top_k=9", "top_k=9: expected at most global_E, 8"),
+        ("E=8,N=16,device_name=X.json", "K=99999999999,top_k=2", "workload.K: expected a whole number from 1"),
+        ("E=8,N=16,device_name=X.json", "K=64,top_k=2,tokens=5", "says tokens in its rows: leave it out of --workload"),
+        ("E=8,N=16,device_name=X.json", "K=64,top_k=2,E=8", "says E in its name: leave it out of --workload"),
+    ],
+)
+def test_sizes_that_cannot_be_are_one_line_with_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, workload: str, says: str
+) -> None:
+    good = engine_file(tmp_path / "good", "E=8,N=16,device_name=X.json", m1=row())
+    bad = engine_file(tmp_path / "bad", name, m64=row())
+    line = command(capsys, "import", good, bad, "--workload", workload, "--out", tmp_path / "out", code=2)
+    assert says in line
+    assert "device_name=X.json" in line
+    assert line.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_import_takes_blanks_too_and_needs_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = engine_file(tmp_path, m64=row())
+    assert "1 configs" in command(capsys, "import", file, "--workload", "K=4096 top_k=2", "--out", tmp_path / "out")
+    says = command(capsys, "import", file, "--workload", "K=4096 top_k=2", "--out", file, code=2)
+    assert "not a folder" in says
 
 
 def our_table(path: Path, *sizes: dict[str, Any], **changed: Any) -> Path:

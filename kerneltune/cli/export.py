@@ -40,6 +40,8 @@ def export(
 
     if form not in FORMATS:
         raise UserError(f"--format {form!r}: expected {', '.join(FORMATS)}")
+    if to.exists() and not to.is_dir():
+        raise UserError(f"--to {to}: not a folder")
     written: dict[Path, int] = {}
     notes: list[str] = []
     loaded = [tables.load_table(path) for path in table_files(sources)]  # all are sound before anything is written

@@ -20,7 +20,9 @@ def register(app: typer.Typer) -> None:
 
 def lookup(
     kernel: str = typer.Argument(help="mla-decode or moe."),
-    workload: str = typer.Argument(help="k=v,...; what is not named is the model's, else as the kernel's defaults."),
+    workload: list[str] = typer.Argument(
+        help="k=v,... or k=v ...; the rest is the model's, else as by default."
+    ),
     model: str | None = typer.Option(None, help="Model preset; default deepseek-v3 at --tp 8."),
     tp: int | None = typer.Option(None, help="Tensor-parallel GPUs; default 1 with --model, else 8."),
     ep: int = typer.Option(1, help="Expert-parallel GPUs (moe)."),
@@ -56,11 +58,13 @@ def lookup(
         staleness.parse_policies(stale)
         os.environ[staleness.VARIABLE] = stale
     gpu = choose_device(target) if device is None else _named_device(device)
-    asked = tables.host_workload(kernel, parse_workload(workload, base_sizes(kernel, model, tp, ep)))
+    asked = tables.host_workload(kernel, parse_workload(",".join(workload), base_sizes(kernel, model, tp, ep)))
     first = [str(path) for path in table] or None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # all of it is printed
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tables.launch_tables.say_anew()
         answer = tables.launch_tables.search(kernel, asked, gpu, tables=first)
+    said = [str(each.message) for each in caught] + _unknown_device(first)
     match = answer.match
     unfit = _why_not(kernel, asked, match, gpu)
     nearest = None if match else tables.nearest(kernel, asked, gpu, first)
@@ -72,6 +76,7 @@ def lookup(
             "kernel": kernel,
             "workload": asked,
             "device": {"name": gpu.name, "sm_count": gpu.sm_count},
+            "warnings": said,
             "policy": staleness.policies()[0],
             "match": dataclasses.asdict(match) if match else None,
             "cannot_run": unfit,
@@ -81,10 +86,9 @@ def lookup(
         }
         print(json.dumps(found))
         return
-    ruling, fault = staleness.policies()
+    ruling = staleness.policies()[0]
     lines = [f"{kernel}  {format_workload(kernel, asked)}  {gpu.name}"]
-    if fault:
-        lines += [f"  policy    {fault}; the usual one holds"]
+    lines += [f"  warning   {text}" for text in said]
     if match:
         elsewhere = f" on {measured_on}, not here" if match.relation else ""
         fits = "exact" if match.exact else f"nearest, sizes a factor of {2**match.distance:.2f} away"
@@ -121,6 +125,20 @@ def lookup(
         lines += [f"  left out  {format_workload(kernel, each.entry['workload'])} in {each.path}: {why}"]
         lines += [f"  to renew  kerneltune revalidate {each.path}"]
     print("\n".join(lines))
+
+
+def _unknown_device(first: list[str] | None) -> list[str]:
+    """That KERNELTUNE_DEVICE names what no table is of: then it does nothing."""
+    import os
+
+    from kerneltune.kernels.device import VARIABLE
+    from kerneltune.tables import devices
+
+    name = os.environ.get(VARIABLE)
+    known = devices(first) if name else set()
+    if not name or name in known:
+        return []
+    return [f"{VARIABLE}: no table is of {name!r}, so it does nothing; there are: {', '.join(sorted(known)) or 'none'}"]
 
 
 def _why_not(kernel: str, workload: dict[str, Any], match: Any, gpu: Any) -> str | None:

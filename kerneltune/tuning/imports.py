@@ -13,7 +13,7 @@ from kerneltune import engines, tables
 from kerneltune.device import TARGETS
 from kerneltune.errors import UserError
 from kerneltune.kernels import table_files
-from kerneltune.kernels.table_format import KEYS, TableError, table_workload
+from kerneltune.kernels.table_format import KEYS, TableError, parse_table, table_workload
 from kerneltune.kernels.tables import scaled_distance
 from kerneltune.registry import load_tunable
 from kerneltune.workloads import base_sizes, parse_workload
@@ -43,6 +43,8 @@ def import_files(
     Raises:
         UserError: a file is not what it should be, or does not say enough; nothing is written then.
     """
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out}: not a folder")
     engine_files: dict[tuple[Path, str], list[engines.EngineFile]] = {}  # SGLang's two of a name belong together
     ours = []
     for path in files:
@@ -63,6 +65,11 @@ def import_files(
     for each in ours:
         name, table = Path(each.path).name, tables.as_dict(each)
         planned.append((_place(out, name, table), table, name, [], _refused(each)))
+    for _, table, source, *_ in planned:
+        try:
+            parse_table(json.dumps(table).encode())
+        except TableError as error:
+            raise UserError(f"{source}: {error}") from None
     for path, table, *_ in planned:
         tables.write_table(path, table)
     return [
@@ -109,7 +116,11 @@ def _from_engine(
     E, N = first.E, first.N
     if all(each.down for each in files):
         raise UserError(f"{first.path}: of the second GEMM alone: name the file without _down beside it too")
-    if model is None and not {"K", "top_k"} <= {item.partition("=")[0] for item in given.split(",")}:
+    named = parse_workload(given, {}).keys() if given.strip() else set()
+    for name, place in (("E", "its name"), ("N", "its name"), ("tokens", "its rows")):
+        if name in named:
+            raise UserError(f"{first.path}: says {name} in {place}: leave it out of --workload")
+    if model is None and not {"K", "top_k"} <= named:
         raise UserError(f"{first.path}: does not say K and top_k: name --model (and --tp), or --workload K=..,top_k=..")
     base = base_sizes("moe", model, tp, ep)
     for name, value in (("E", E), ("N", N)):
@@ -121,7 +132,7 @@ def _from_engine(
     notes = list(dict.fromkeys(note for each in files for note in each.notes))
     if first.dtype:
         notes.append(f"tuned for {first.dtype}; a start for another format")
-    if model is None and "global_E" not in {item.partition("=")[0] for item in given.split(",")}:
+    if model is None and "global_E" not in named:
         notes.append(f"global_E not said: taken as {base['global_E']}")
     if base["E"] != E:
         notes.append(f"its expert {E} is a shared one that SGLang fuses: a start for E={base['E']}")
@@ -133,8 +144,11 @@ def _from_engine(
     entries, changed = [], 0
     refused: list[Refused] = []
     for tokens, config in engines.imported_configs(files).items():
-        sizes = parse_workload(",".join(filter(None, [given, f"tokens={tokens}"])), base)
-        workload = dict(tunable.complete_workload(sizes))
+        sizes = parse_workload(",".join(filter(None, [given.strip(), f"tokens={tokens}"])), base)
+        try:
+            workload = dict(tunable.complete_workload(sizes))
+        except ValueError as error:
+            raise UserError(f"{first.path}: {error}") from None
         fitted = {part: _fitted(tunable, part, config[part], workload, device) for part in tunable.parts}
         entry = tables.make_entry(table_workload("moe", workload), fitted, {})
         if why := tables.why_not("moe", fitted, workload, device):
