@@ -354,6 +354,13 @@ def test_the_published_schema_is_the_one_of_the_code() -> None:
     jsonschema.Draft202012Validator.check_schema(table_schema.make_schema())
 
 
+def test_check_prints_the_schema(cheap_commands: None) -> None:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert cli._run(["check", "--schema"], False) == 0
+    assert out.getvalue() == (ROOT / "docs" / "table.schema.json").read_text()
+
+
 def test_shipped_tables_are_as_published() -> None:
     found = sorted((ROOT / "results").glob("*/tables/*.json"))
     assert found

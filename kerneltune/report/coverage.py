@@ -78,12 +78,15 @@ def stale_lines(folders: Sequence[Path]) -> list[str]:
 
 
 def _groups(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
+    """Rows of tables that differ in scaled sizes only; another device serves for itself."""
     rows = [row for row in rows if row.origin == "table" and row.kernel in KEYS]
     labels = group_labels(rows)
-    found: dict[tuple[str, str], list[Row]] = {}
+    several = len({row.device for row in rows}) > 1
+    found: dict[str, list[Row]] = {}
     for row in rows:
-        found.setdefault(group_key(row), []).append(row)
-    return [(labels[key], group) for key, group in found.items()]
+        label = labels[group_key(row)] + (f" on {row.device}" if several else "")
+        found.setdefault(label, []).append(row)
+    return list(found.items())
 
 
 def _ranges(name: str, rows: Sequence[Row]) -> str:
