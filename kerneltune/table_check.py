@@ -101,7 +101,7 @@ def _check_table(path: Path, table: Table, first: dict[tuple[Any, ...], str]) ->
             yield Finding(str(path), False, None, f"measured with {name} {there:.40}, here is {here[name]}")
     days = _age_days(own.get("date"))
     if days is None:
-        yield Finding(str(path), False, None, "provenance has no date: nothing says how old its figures are")
+        yield Finding(str(path), False, None, "provenance has no date that can be read, so its age is unknown")
     else:
         yield Finding(str(path), False, None, f"measured {days} day{'' if days == 1 else 's'} ago")
     said: set[str] = set()

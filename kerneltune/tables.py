@@ -109,9 +109,14 @@ def measured_loss(
 ) -> tuple[dict[str, int], float] | None:
     """What the entry's config was measured to lose on the workload nearest to this one: (its scaled keys, the loss).
 
-    For a workload that is not the entry's own, that is the nearest of the other ones; None: nobody measured any.
+    For a workload that is not the entry's own, that is the nearest of the other ones; for one of another input class,
+    what was measured on that class, which is at the entry's sizes. None: nobody measured any.
     """
     keys = KEYS[kernel]
+    input_class = workload.get(keys.input)
+    if input_class not in (None, entry["workload"][keys.input]):
+        of_class = entry.get("loss", {}).get("inputs", {}).get(input_class)
+        return None if of_class is None else ({name: entry["workload"][name] for name in keys.scaled}, of_class)
     own = {name: entry["workload"][name] for name in keys.scaled}
     asked = {name: max(workload.get(name, 0), 1) for name in keys.scaled}
     found: list[tuple[float, str, dict[str, int], float]] = []

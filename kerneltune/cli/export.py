@@ -36,7 +36,9 @@ def export(
 
     KERNELTUNE_TABLES=DIR makes the kernels read it.
     """
-    from kerneltune import tables
+    from dataclasses import replace
+
+    from kerneltune import table_diff, tables
 
     if form not in FORMATS:
         raise UserError(f"--format {form!r}: expected {', '.join(FORMATS)}")
@@ -48,13 +50,21 @@ def export(
     if form != "kerneltune":
         written, notes = _write_engine_files(form, to, loaded, device_name, triton)
         loaded = []
+    plans: dict[Path, list[Table]] = {}
     for table in loaded:
-        dtypes = sorted({entry["workload"]["dtype"] for entry in table.entries})
-        for dtype in dtypes:
-            entries = [entry for entry in table.entries if entry["workload"]["dtype"] == dtype]
+        for dtype in sorted({entry["workload"]["dtype"] for entry in table.entries}):
             path = to / tables.table_file_name(table.kernel, dtype, table.device["name"])
-            tables.write_table(path, tables.make_table(table.kernel, table.device, table.provenance, entries))
-            written[path] = len(tables.load_table(path).entries)
+            entries = [entry for entry in table.entries if entry["workload"]["dtype"] == dtype]
+            plans.setdefault(path, []).append(replace(table, entries=entries))
+    for path, mine in plans.items():
+        there = [tables.load_table(path)] if path.exists() else []
+        table_diff.same_device([*there, *mine])  # before anything is written
+    for path, mine in plans.items():
+        for table in mine:
+            tables.write_table(path, tables.as_dict(table))
+        written[path] = len(tables.load_table(path).entries)
+    if not written:
+        raise UserError("nothing to export: the tables have no entries")
     if as_json:
         print(json.dumps([{"file": str(path), "entries": count} for path, count in written.items()]))
     else:
@@ -73,7 +83,9 @@ def _write_engine_files(
 
     mine = [table for table in loaded if table.kernel == "moe" and table.entries]
     if not mine:
-        raise UserError(f"--format {engine}: none of these tables is of moe, and {engine} has none of another kernel")
+        raise UserError(
+            f"--format {engine}: no entries of moe in these tables, and {engine} has none of another kernel"
+        )
     together: dict[tuple[str, str], list[Table]] = {}  # whose files may have one name
     for table in mine:
         version = triton or str(table.provenance.get("triton") or "")

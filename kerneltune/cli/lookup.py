@@ -97,7 +97,7 @@ def lookup(
         if lost:
             place = "" if match.distance == 0 else f" at {' '.join(f'{name}={size}' for name, size in lost[0].items())}"
             fits += f", measured loss {100 * lost[1]:.1f} %{place}{elsewhere}"
-        elif match.distance:
+        elif not match.exact:
             fits += ", loss not measured"
         lines += [f"  entry     {format_workload(kernel, match.entry['workload'])} ({fits})"]
         lines += [f"  config    {_config_text(match.config)}"]

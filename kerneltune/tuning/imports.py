@@ -63,6 +63,8 @@ def import_files(
         name = tables.table_file_name("moe", table["entries"][0]["workload"]["dtype"], table["device"]["name"])
         planned.append((_place(out, name, table), table, source, notes, refused))
     for each in ours:
+        if not each.entries:
+            raise UserError(f"{each.path}: no entries in it")
         name, table = Path(each.path).name, tables.as_dict(each)
         planned.append((_place(out, name, table), table, name, [], _refused(each)))
     for _, table, source, *_ in planned:

@@ -103,6 +103,29 @@ def test_a_bad_table_among_good_ones_writes_nothing(capsys: pytest.CaptureFixtur
     assert not Path("ship").exists()
 
 
+def test_tables_that_cannot_share_a_file_write_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first was written before the second was refused."""
+    for name, device in (("a", H200), ("b", H200 | {"sm_count": 66}), ("empty", H200)):
+        entries = [] if name == "empty" else [entry(8)]
+        Path(f"{name}.json").write_text(json.dumps(make_table("mla-decode", device, {}, entries)))
+    said = command(capsys, "export", "a.json", "b.json", "--to", "ship", code=2)
+    assert "b.json: device.sm_count is 66, not 132 as in a.json" in said
+    assert "the tables have no entries" in command(capsys, "export", "empty.json", "--to", "ship", code=2)
+    assert "the tables have no entries" in command(capsys, "merge", "empty.json", "--to", "ship", code=2)
+    assert "empty.json: no entries in it" in command(capsys, "import", "empty.json", "--out", "ship", code=2)
+    assert not Path("ship").exists()
+
+
+def test_the_loss_on_another_input_class_is_not_that_of_the_entry_s_own(capsys: pytest.CaptureFixture[str]) -> None:
+    mine = entry(8)
+    mine["loss"] = {"batch=8,kv_len=4096": 0.0, "inputs": {"equal": 0.0, "spread": 0.25}}
+    Path("t.json").write_text(json.dumps(make_table("mla-decode", H200, {}, [mine])))
+    for asked, told in (("spread", "measured loss 25.0 %"), ("ids@1a2b3c4d", "loss not measured")):
+        sizes = f"batch=8,kv_len=4096,heads=16,lengths={asked}"
+        shown = command(capsys, "lookup", "mla-decode", sizes, "--target", "sm_90", "--table", "t.json")
+        assert f"(same sizes, tuned for lengths=equal, {told})" in shown
+
+
 def test_export_falls_back_to_the_shipped_tables(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
