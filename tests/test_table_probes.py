@@ -329,6 +329,21 @@ def test_11_an_imported_vllm_file_is_what_a_search_tries_first(
     assert tried[1 : 1 + len(wanted)] == wanted
 
 
+def test_11_a_search_says_how_many_imported_configs_it_leaves_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+    monkeypatch.setattr("kerneltune.tuning.imports.MOST", 1)
+    monkeypatch.setattr(Silent, "note", lambda _, text: notes.append(text))
+    file = ENGINES / "E=8,N=7168,device_name=NVIDIA_H200.json"
+    command(capsys, "import", str(file), "--model", "mixtral-8x7b", "--tp", "2", "--out", str(tmp_path / "out"))
+    recordings = [r for r in find_recordings([ROOT / "results"], "moe") if r.workload["E"] == 8]
+    backend = ReplayBackend([next(r for r in recordings if r.workload["tokens"] == 256)])
+    run(backend, list(backend.workloads), Options(tmp_path / "out", trials=2, command="test"), Silent())
+    (note,) = [text for text in notes if "imported" in text]
+    assert re.search(r"tokens=256 E=8 .*: starts from 1 imported configs, \d more are left out", note)
+
+
 def test_11_a_file_that_says_its_triton_and_a_format_is_a_start_with_a_note(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
