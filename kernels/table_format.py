@@ -8,7 +8,6 @@ field. The standard library is enough, and JSON is the whole format: nothing in 
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -20,10 +19,29 @@ MAX_BYTES = 16 << 20
 MAX_ENTRIES = 100_000
 MAX_DEPTH = 8  # table, entries, entry, config, part is 5
 MAX_TEXT = 200  # characters of a string that decides something
-MAX_NUMBER = 2**31
+MAX_NUMBER = 2**31  # of sizes and parameters
+MAX_FIGURE = 2**63  # of every other number: no product or quotient of two leaves the range of a float
 
 FLAGS = frozenset({"causal", "bias"})
 TEXTS = frozenset({"dtype", "kv_dtype", "w_dtype", "group", "activation"})
+
+# What a field must be where it stands; in MEASURED_FIELDS null says that nobody measured it. Fields of other names are
+# for the reader alone.
+Fields = Mapping[str, type]  # int: a whole number from 0; float: a number from 0
+DEVICE_FIELDS: Fields = {"arch": str} | dict.fromkeys(
+    ("shared_memory_per_block", "l2_bytes", "memory_bytes", "warp_size"), int
+)
+MEASURED_FIELDS: Fields = (
+    dict.fromkeys(("time_us", "p20_us", "p80_us", "launch_us", "default_us"), float)
+    | dict.fromkeys(("gbps", "tflops", "intensity", "roofline", "gain"), float)
+    | {"samples": int, "bound": str, "inputs": str, "date": str, "composed": bool}
+)
+PROVENANCE_FIELDS: Fields = dict.fromkeys(
+    ("kerneltune", "python", "triton", "torch", "cuda", "driver", "vbios", "date", "command", "source", "sampler"), str
+) | {"seed": int}
+CEILING_FIELDS: Fields = {"device": str, "date": str} | dict.fromkeys(
+    ("dram_read_gbps", "dram_copy_gbps", "launch_us"), float
+)
 
 # The input class of a workload is a name, or a file recorded in service: "/data/ids.json@1a2b3c4d" (path and hash) in
 # workloads and records, "ids@1a2b3c4d" (no folder, no suffix) in tables, where a path of another machine says nothing.
@@ -94,7 +112,12 @@ class TableError(ValueError):
     """Why a file is not a table: one short line naming the field, whatever characters the file's names hold."""
 
     def __init__(self, message: str) -> None:
-        super().__init__("".join(c if c.isprintable() else "?" for c in message)[:MAX_TEXT])
+        super().__init__(printable(message)[:MAX_TEXT])
+
+
+def printable(text: str) -> str:
+    """The text with "?" for what would move a terminal's cursor or cannot be written as UTF-8."""
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 @dataclass(frozen=True)
@@ -125,7 +148,9 @@ def parse_table(data: bytes, path: str = "") -> Table:
         raise
     except ValueError as error:  # cut off, not JSON, not UTF-8, a number of thousands of digits
         raise TableError(f"not valid JSON: {error}") from None
-    _check_depth(raw, MAX_DEPTH)
+    if fault := _fault(raw, MAX_DEPTH):
+        path, what = fault
+        raise TableError(f"{path.lstrip('.') or 'the file'}: {what}" if path else what)
     table = _mapping(raw, "the file")
     if type(table.get("schema")) is not int or table["schema"] != SCHEMA:
         raise TableError(f"schema: expected {SCHEMA}, got {_shown(table.get('schema'))}")
@@ -135,7 +160,9 @@ def parse_table(data: bytes, path: str = "") -> Table:
     device = _mapping(table.get("device"), "device")
     _text(device.get("name"), "device.name")
     _whole(device.get("sm_count"), "device.sm_count")
+    _check_fields(device, DEVICE_FIELDS, "device")
     provenance = _mapping(table.get("provenance", {}), "provenance")
+    _check_provenance(provenance, "provenance")
     entries = table.get("entries")
     if not isinstance(entries, list):
         raise TableError(f"entries: expected a list, got {_shown(entries)}")
@@ -161,12 +188,23 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _check_depth(value: object, left: int) -> None:
+def _fault(value: object, left: int) -> tuple[str, str] | None:
+    """What no place of a file may hold, with the place: ".device.l2_bytes", "expected a number below ..."."""
     if isinstance(value, dict | list):
         if left == 0:
-            raise TableError(f"nested more than {MAX_DEPTH} deep")
-        for item in value.values() if isinstance(value, dict) else value:
-            _check_depth(item, left - 1)
+            return "", f"nested more than {MAX_DEPTH} deep"
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(name, str) and not name.isprintable():
+                return "", f"expected names of printable characters, got {_shown(name)}"
+            if fault := _fault(item, left - 1):
+                place = f".{name:.80}" if isinstance(name, str) else f"[{name}]"
+                return place + fault[0], fault[1]
+    elif isinstance(value, str):
+        if not value.isprintable():
+            return "", f"expected printable characters, got {_shown(value)}"
+    elif isinstance(value, int | float) and not -MAX_FIGURE < value < MAX_FIGURE:  # or not finite
+        return "", f"expected a number below 2**{MAX_FIGURE.bit_length() - 1}, got {_shown(value)}"
+    return None
 
 
 def _check_entry(entry: object, keys: Keys, where: str) -> None:
@@ -180,10 +218,11 @@ def _check_entry(entry: object, keys: Keys, where: str) -> None:
         for inner, item in value.items() if isinstance(value, dict) else [("value", value)]:
             _text(inner, f"{where}.config.{name}, a name")
             _check_parameter(item, f"{where}.config.{name}" + (f".{inner}" if isinstance(value, dict) else ""))
-    for part in ("measured", "loss", "provenance"):
-        for name, value in _mapping(fields.get(part, {}), f"{where}.{part}").items():
-            _check_finite(value, f"{where}.{part}.{name}")
-    _check_loss(fields.get("loss", {}), keys, f"{where}.loss")
+    measured, own = (_mapping(fields.get(part, {}), f"{where}.{part}") for part in ("measured", "provenance"))
+    known = {name: value for name, value in measured.items() if value is not None}
+    _check_fields(known, MEASURED_FIELDS, f"{where}.measured")
+    _check_provenance(own, f"{where}.provenance")
+    _check_loss(_mapping(fields.get("loss", {}), f"{where}.loss"), keys, f"{where}.loss")
 
 
 def check_workload(value: object, keys: Keys, where: str) -> None:
@@ -220,8 +259,35 @@ def _check_loss(loss: Mapping[str, Any], keys: Keys, where: str) -> None:
                 raise TableError(f"{where}.{name:.80}: expected a name such as {expected}")
             figures.append((name, value))
     for name, value in figures:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TableError(f"{where}.{name:.80}: expected a number, got {_shown(value)}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            raise TableError(f"{where}.{name:.80}: expected a number from 0, got {_shown(value)}")
+
+
+def _check_provenance(provenance: Mapping[str, Any], where: str) -> None:
+    _check_fields(provenance, PROVENANCE_FIELDS, where)
+    hashes = provenance.get("kernel_hash", "")
+    if not isinstance(hashes, str):
+        variants = _mapping(hashes, f"{where}.kernel_hash")
+        _check_fields(variants, dict.fromkeys(variants, str), f"{where}.kernel_hash")
+    ceilings = _mapping(provenance.get("ceilings", {}), f"{where}.ceilings")
+    _check_fields(ceilings, CEILING_FIELDS, f"{where}.ceilings")
+    rates = _mapping(ceilings.get("tflops", {}), f"{where}.ceilings.tflops")
+    _check_fields(rates, dict.fromkeys(rates, float), f"{where}.ceilings.tflops")
+
+
+def _check_fields(values: Mapping[str, Any], fields: Fields, where: str) -> None:
+    for name, kind in fields.items():
+        if name not in values:
+            continue
+        value = values[name]
+        if kind in (int, float):
+            allowed = int if kind is int else int | float
+            sound = isinstance(value, allowed) and not isinstance(value, bool) and value >= 0
+        else:
+            sound = isinstance(value, kind)
+        if not sound:
+            words = {int: "a whole number from 0", float: "a number from 0", str: "a text", bool: "true or false"}
+            raise TableError(f"{where}.{name:.80}: expected {words[kind]}, got {_shown(value)}")
 
 
 def scaled_text(keys: Keys, workload: Mapping[str, Any]) -> str:
@@ -242,14 +308,6 @@ def _check_parameter(value: object, where: str) -> None:
         _text(value, where)
     elif not isinstance(value, bool | int) or abs(value) >= MAX_NUMBER:
         raise TableError(f"{where}: expected a whole number, a text or true or false, got {_shown(value)}")
-
-
-def _check_finite(value: object, where: str) -> None:
-    if isinstance(value, dict):
-        for name, item in value.items():
-            _check_finite(item, f"{where}.{name}")
-    elif isinstance(value, float) and not math.isfinite(value):
-        raise TableError(f"{where}: expected a finite number, got {value}")
 
 
 def _mapping(value: object, where: str) -> dict[str, Any]:

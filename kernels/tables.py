@@ -111,7 +111,7 @@ def search(
     workload = table_workload(kernel, workload)
     ruling, fault = policies()
     if fault:
-        _warn_once(("policy", fault), fault)
+        _warn_once(("policy", fault), f"{fault}; the usual one holds")
     places = list(sources(tables, only=only))
     left_out: list[LeftOut] = []
     for of_relatives in (False, True):
@@ -136,6 +136,11 @@ def forget() -> None:
     """Make every op of this process choose anew at its next call, so that it sees files written a moment ago."""
     for clear in _chosen:
         clear()
+
+
+def say_anew() -> None:
+    """Let warnings that were given once be given once more."""
+    _said.clear()
 
 
 def on_forget(clear: Callable[[], None]) -> None:

@@ -66,6 +66,9 @@ def read_engine_file(path: Path) -> EngineFile:
     match = _FILE.fullmatch(path.name)
     if match is None:
         raise UserError(f"{path}: not named as vLLM or SGLang name MoE tables (E=..,N=..,device_name=...json)")
+    for name in ("E", "N"):
+        if not 0 < int(match[name][:12]) < 2**31:
+            raise UserError(f"{path}: {name}={match[name]:.20}: expected a whole number from 1 to 2**31 - 1")
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
@@ -151,6 +154,20 @@ def imported_configs(files: Sequence[EngineFile]) -> dict[int, dict[str, dict[st
     return found
 
 
+def _whole_params(entry: Mapping[str, Any], part: str) -> Mapping[str, int]:
+    """The parameters of one GEMM of an entry.
+
+    Raises:
+        UserError: one that a launch needs is no whole number.
+    """
+    params = entry["config"].get(part)
+    for name in NAMES.values():
+        if not isinstance(params, Mapping) or type(params.get(name)) is not int:
+            place = f"the entry of tokens={entry['workload']['tokens']}"
+            raise UserError(f"{place}: config.{part}.{name}: expected a whole number (kerneltune check says more)")
+    return params
+
+
 def file_name(engine: str, E: int, N: int, device_name: str, down: bool = False) -> str:
     """The name under which an engine's loader looks for a bf16 or fp16 table.
 
@@ -173,7 +190,7 @@ def engine_folder(engine: str, triton: str) -> str:
     """
     if engine == "vllm":
         return "."
-    if not re.fullmatch(r"[0-9A-Za-z.]+([+].*)?", triton):  # it comes from a table and becomes a folder
+    if not re.fullmatch(r"\d+(\.[0-9A-Za-z]+)+([+].*)?", triton):  # it comes from a table and becomes a folder
         raise UserError(f"Triton version {triton!r:.60}: expected one like 3.6.0")
     return f"configs/triton_{re.sub('[+].*', '', triton).replace('.', '_')}"
 
@@ -205,7 +222,7 @@ def engine_files(
         for part in ("gemm1",) if engine == "vllm" else ("gemm1", "gemm2"):
             name = file_name(engine, work["E"], work["N"], device_name, down=part == "gemm2")
             path = str(Path(engine_folder(engine, triton)) / name)
-            files.setdefault(path, {})[str(work["tokens"])] = engine_row(config[part], part)
-        if engine == "vllm" and config["gemm1"] != config["gemm2"]:
+            files.setdefault(path, {})[str(work["tokens"])] = engine_row(_whole_params(entry, part), part)
+        if engine == "vllm" and config["gemm1"] != config.get("gemm2"):
             notes["vllm has one config for both GEMMs: the first GEMM's is written, the second's is lost"] = None
     return files, list(notes)

@@ -18,6 +18,7 @@ from kerneltune.kernels import table_files
 from kerneltune.kernels.device import Device
 from kerneltune.kernels.staleness import staleness
 from kerneltune.kernels.table_format import KEYS, Table, TableError
+from kerneltune.tables import whole_device, why_not
 from kerneltune.workloads import format_workload
 
 COMPARED = ("torch", "driver")  # software whose change is worth a note
@@ -89,10 +90,8 @@ def check_tables(paths: Sequence[Path]) -> list[Finding]:
 def _check_table(path: Path, table: Table, first: dict[tuple[Any, ...], str]) -> Iterator[Finding]:
     from kerneltune.device import versions
 
-    try:
-        device = Device(**table.device)
-    except TypeError:
-        device = None
+    device = whole_device(table.device)
+    if device is None:
         yield Finding(str(path), True, None, "device: fields are missing, so no config can be judged: search again")
     here = versions()
     own = table.provenance
@@ -102,7 +101,7 @@ def _check_table(path: Path, table: Table, first: dict[tuple[Any, ...], str]) ->
             yield Finding(str(path), False, None, f"measured with {name} {there:.40}, here is {here[name]}")
     days = _age_days(own.get("date"))
     if days is None:
-        yield Finding(str(path), False, None, "provenance has no date: nothing says how old its figures are")
+        yield Finding(str(path), False, None, "provenance has no date that can be read, so its age is unknown")
     else:
         yield Finding(str(path), False, None, f"measured {days} day{'' if days == 1 else 's'} ago")
     said: set[str] = set()
@@ -122,7 +121,6 @@ def _check_entry(
     number: int,
     first: dict[tuple[Any, ...], str],
 ) -> Iterator[tuple[bool, str]]:
-    from kerneltune.kernels.tunable import part_params
     from kerneltune.registry import load_tunable
 
     tunable, workload, config = load_tunable(table.kernel), entry["workload"], entry["config"]
@@ -139,16 +137,8 @@ def _check_entry(
     if place in first:
         yield True, f"the same workload as {first[place]}, which hides it or is hidden by it: leave one"
     first.setdefault(place, f"{path.name} entries[{number}]")
-    if device is not None:
-        for part in tunable.parts:
-            try:
-                reason = tunable.is_valid(part, part_params(tunable, config, part), complete, device)
-            except (KeyError, TypeError, ValueError) as error:
-                reason = f"not a config of {table.kernel}: {error}"
-            if reason:
-                where = f"{part}: " if len(tunable.parts) > 1 else ""
-                yield True, f"config cannot run on {device.name}: {where}{reason}; tune it again"
-                break
+    if device is not None and (reason := why_not(table.kernel, config, complete, device)):
+        yield True, f"config cannot run on {device.name}: {reason}; tune it again"
     for stale in staleness(table.kernel, config, entry.get("provenance", table.provenance)):
         renew = f"kerneltune revalidate {path}"
         yield stale.kind == "source", f"{stale.kind} changed: {stale.reason}; to renew it: {renew}"

@@ -73,6 +73,18 @@ class Conflict:
     left: str
 
 
+def same_device(tables: Sequence[Table]) -> None:
+    """Raise UserError unless the tables may share a file: one kernel, one device."""
+    one = tables[0]
+    for table in tables[1:]:
+        for what, mine, other in (
+            ("kernel", one.kernel, table.kernel),
+            *((f"device.{n}", one.device[n], table.device[n]) for n in ("name", "sm_count")),
+        ):
+            if mine != other:
+                raise UserError(f"{table.path}: {what} is {other}, not {mine} as in {one.path}: merge them apart")
+
+
 def merged(tables: Sequence[Table], prefer: str) -> tuple[list[tuple[Table, dict[str, Any]]], list[Conflict]]:
     """One entry for each workload, with the table it comes from and its provenance filled in, and the conflicts.
 
@@ -82,14 +94,7 @@ def merged(tables: Sequence[Table], prefer: str) -> tuple[list[tuple[Table, dict
     Raises:
         UserError: tables of different kernels or devices.
     """
-    one = tables[0]
-    for table in tables[1:]:
-        for what, mine, other in (
-            ("kernel", one.kernel, table.kernel),
-            *((f"device.{n}", one.device[n], table.device[n]) for n in ("name", "sm_count")),
-        ):
-            if mine != other:
-                raise UserError(f"{table.path}: {what} is {other}, not {mine} as in {one.path}: merge them apart")
+    same_device(tables)
     chosen: dict[Key, tuple[Table, dict[str, Any]]] = {}
     conflicts: list[Conflict] = []
     for table in tables:

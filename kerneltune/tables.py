@@ -12,11 +12,13 @@ class, which a lookup without a class goes by.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +34,7 @@ from kerneltune.kernels.table_format import (
     TableError,
     parse_scaled,
     parse_table,
+    scaled_text,
     table_workload,
 )
 from kerneltune.kernels.tables import Match
@@ -106,9 +109,14 @@ def measured_loss(
 ) -> tuple[dict[str, int], float] | None:
     """What the entry's config was measured to lose on the workload nearest to this one: (its scaled keys, the loss).
 
-    For a workload that is not the entry's own, that is the nearest of the other ones; None: nobody measured any.
+    For a workload that is not the entry's own, that is the nearest of the other ones; for one of another input class,
+    what was measured on that class, which is at the entry's sizes. None: nobody measured any.
     """
     keys = KEYS[kernel]
+    input_class = workload.get(keys.input)
+    if input_class not in (None, entry["workload"][keys.input]):
+        of_class = entry.get("loss", {}).get("inputs", {}).get(input_class)
+        return None if of_class is None else ({name: entry["workload"][name] for name in keys.scaled}, of_class)
     own = {name: entry["workload"][name] for name in keys.scaled}
     asked = {name: max(workload.get(name, 0), 1) for name in keys.scaled}
     found: list[tuple[float, str, dict[str, int], float]] = []
@@ -117,6 +125,45 @@ def measured_loss(
         if sizes is not None and (sizes == own) == (asked == own):
             found.append((sum(abs(math.log2(sizes[n] / asked[n])) for n in keys.scaled), text, sizes, loss))
     return min(found)[2:] if found else None
+
+
+def loss_at(kernel: str, entry: Mapping[str, Any], workload: Mapping[str, Any]) -> float | None:
+    """What the entry's config was measured to lose at the very sizes of this workload, wherever that was measured.
+
+    None: nobody measured it, or the entry is of another problem: an exact key or the input class differs.
+    """
+    keys, own = KEYS[kernel], entry["workload"]
+    same = all(own[name] == workload.get(name) for name in keys.exact)
+    if not same or workload.get(keys.input, own[keys.input]) != own[keys.input]:
+        return None
+    return entry.get("loss", {}).get(scaled_text(keys, workload))
+
+
+def whole_device(described: Mapping[str, Any]) -> Device | None:
+    """The device that a table describes; None where a field is missing. What else it says is for the reader."""
+    from kerneltune.kernels.device import Device
+
+    known = {field.name: described[field.name] for field in fields(Device) if field.name in described}
+    try:
+        return Device(**known)
+    except TypeError:
+        return None
+
+
+def why_not(kernel: str, config: Mapping[str, Any], workload: Mapping[str, Any], device: Device) -> str | None:
+    """Why a launch on `device` would refuse a config, naming the part of the kernel where it has several, or None."""
+    from kerneltune.kernels.tunable import part_params
+    from kerneltune.registry import load_tunable
+
+    tunable = load_tunable(kernel)
+    for part in tunable.parts:
+        try:
+            reason = tunable.is_valid(part, part_params(tunable, config, part), workload, device)
+        except (KeyError, TypeError, ValueError) as error:
+            reason = f"not a config of {kernel}: {error}"
+        if reason:
+            return f"{part}: {reason}" if len(tunable.parts) > 1 else reason
+    return None
 
 
 def write_table(path: Path, table: Mapping[str, Any]) -> None:
@@ -187,9 +234,26 @@ def shipped_tables() -> list[Path]:
     return [Path(path) for source in table_files.sources() if source.name == "shipped" for path in source.files]
 
 
-def found_tables() -> list[Path]:
-    """The files that a launch here would look through, in their order."""
-    return [Path(path) for source in table_files.sources() for path in source.files]
+def loaded_here() -> list[Table]:
+    """The tables that a launch here would look through, in their order; as there, what is no table is warned of."""
+    found = []
+    for source in table_files.sources():
+        for path in source.files:
+            try:
+                found.append(load_table(path))
+            except UserError as error:
+                warnings.warn(f"table left out: {error} ({source.name})", UserWarning, stacklevel=2)
+    return found
+
+
+def devices(first: Sequence[str | os.PathLike[str]] | None = None) -> set[str]:
+    """The names of the devices of all sound tables that a lookup would read."""
+    found = set()
+    for source in table_files.sources(first):
+        for path in source.files:
+            with contextlib.suppress(TableError, OSError):  # the lookup warns of it
+                found.add(str(table_files.read_table(path).device["name"]))
+    return found
 
 
 def as_dict(table: Table) -> dict[str, Any]:
@@ -218,6 +282,8 @@ class Nearest:
     path: str
     entry: Mapping[str, Any]
     differs: tuple[str, ...]
+    loss: float | None = None  # of its config at the very sizes asked for, as measured on `device`
+    device: str = ""  # the table's, where it is not the one asked about
 
 
 def nearest(
@@ -242,7 +308,9 @@ def nearest(
                 scaled = KEYS[kernel].scaled
                 apart = sum(abs(math.log2(entry["workload"][n] / max(workload.get(n, 0), 1))) for n in scaled)
                 if best is None or (len(differs), apart) < least:
-                    best, least = Nearest(path, entry, differs), (len(differs), apart)
+                    elsewhere = "" if relation(table.device, device) == "" else table.device["name"]
+                    best = Nearest(path, entry, differs, loss_at(kernel, entry, workload), elsewhere)
+                    least = len(differs), apart
     return best
 
 
@@ -289,8 +357,6 @@ def _present(path: Path) -> dict[str, Any] | None:
     try:
         return as_dict(parse_table(path.read_bytes(), str(path)))
     except TableError as error:
-        import warnings
-
         aside = path.with_name(f"{path.name}.damaged")
         os.replace(path, aside)
         warnings.warn(f"{path} was not a sound table ({error}); it is now {aside.name}", UserWarning, stacklevel=3)

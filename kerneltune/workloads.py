@@ -23,6 +23,7 @@ MODELS_FILE = "models.toml"
 DEFAULT_MODEL = "deepseek-v3"
 DEFAULT_TP = 8
 
+_BETWEEN = re.compile(r"\s*,\s*|\s+(?=\w+\s*=)")  # a file's name may hold blanks
 _INTEGER = re.compile(r"-?\d{1,18}\Z")
 
 
@@ -99,13 +100,14 @@ def model_workload(kernel: str, model: str, tp: int = 1, ep: int = 1) -> dict[st
 
 
 def parse_workload(text: str, base: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the keys of "batch=8,kv_len=4096" in it. Whole numbers and true / false are read as such.
+    """`base` with the keys of "batch=8,kv_len=4096", or "batch=8 kv_len=4096". Whole numbers and true / false are read
+    as such.
 
     Raises:
         UserError: not a list of key=value, or a key named twice.
     """
     given: dict[str, Any] = {}
-    for item in text.split(","):
+    for item in _BETWEEN.split(text.strip()):
         key, equals, value = (piece.strip() for piece in item.partition("="))
         if not (key and equals and value):
             raise UserError(f"--workload {text!r}: expected key=value,key=value..., got {item.strip()!r}")

@@ -5,10 +5,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import json
 import os
+import re
 import resource
+import shutil
 import sys
 import time
 import tracemalloc
@@ -19,13 +23,16 @@ from typing import Any
 
 import jsonschema
 import pytest
+import typer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kerneltune import table_schema
+from kerneltune import cli, table_schema
+from kerneltune.compile import Compiled
 from kerneltune.device import target
 from kerneltune.kernels import table_files, tables
 from kerneltune.kernels.table_format import KEYS, MAX_BYTES, TableError, parse_table
+from kerneltune.provenance import kernel_hash
 from kerneltune.registry import load_tunable
 
 CASES = int(os.environ.get("KERNELTUNE_FUZZ", "2000"))
@@ -33,26 +40,46 @@ ROOT = Path(__file__).parents[1]
 DEVICE = target("sm_90")
 VALIDATOR = jsonschema.Draft202012Validator(table_schema.make_schema())
 WORKLOADS: dict[str, dict[str, Any]] = {kernel: dict(load_tunable(kernel).complete_workload({})) for kernel in KEYS}
-TILE = {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 4}
+TILE = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 64, "GROUP_M": 1, "num_warps": 4, "num_stages": 2}
 CONFIGS: dict[str, dict[str, Any]] = {
     "mla-decode": {"BLOCK_H": 16, "BLOCK_N": 64, "num_splits": 4, "num_warps": 4, "num_stages": 2},
     "moe": {"gemm1": TILE, "gemm2": TILE},
 }
+HASHES = {kernel: kernel_hash(load_tunable(kernel)) for kernel in KEYS}
+SIZES = {"mla-decode": "batch", "moe": "tokens"}
 
 
 def whole(kernel: str) -> dict[str, Any]:
-    losses = {"mla-decode": {"batch=1,kv_len=2": 0.1, "inputs": {"equal": 0.0}}, "moe": {"tokens=4": 0.25}}
+    losses = {"mla-decode": {"batch=1,kv_len=2": 0.1, "inputs": {"equal": 0.5}}, "moe": {"tokens=4": 0.25}}
+    measured: dict[str, Any] = {
+        "time_us": 3.5,
+        "p20_us": 3.25,
+        "p80_us": 3.75,
+        "launch_us": 1.5,
+        "default_us": 4.5,
+        "samples": 16,
+    }
+    measured |= {"gbps": 100.5, "tflops": 1.5, "roofline": 0.5, "bound": "memory", "gain": 1.5, "inputs": "equal"}
     entry = {
         "workload": WORKLOADS[kernel],
         "config": CONFIGS[kernel],
-        "measured": {"time_us": 3.5},
+        "measured": measured | {"date": "2026-12-01", "composed": False},
         "loss": losses[kernel],
+    }
+    ceilings = {"device": "NVIDIA H200", "date": "2026-12-01", "dram_read_gbps": 4500.5, "tflops": {"bf16": 790.5}}
+    provenance: dict[str, Any] = {
+        "triton": "3.6.0",
+        "torch": "2.13.0",
+        "driver": "580",
+        "date": "2026-12-01T06:37:32+00:00",
+        "seed": 0,
     }
     return {
         "schema": 1,
         "kernel": kernel,
         "device": DEVICE.to_dict(),
-        "provenance": {"triton": "3.6.0"},
+        "provenance": provenance
+        | {"command": "kerneltune search", "kernel_hash": HASHES[kernel], "ceilings": ceilings},
         "entries": [entry],
     }
 
@@ -63,7 +90,7 @@ HOSTILE_TEXT = st.sampled_from(
 )  # fmt: skip
 SCALARS = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | HOSTILE_TEXT
-    | st.sampled_from([0, 1, -1, 2**31, 2**63, 10**400, 1e308, 16, 64, 1.0])
+    | st.sampled_from([0, 1, -1, 2**31, 2**63, 2**1022, 2**1024, 10**400, 1e308, -0.0, 5e-324, 16, 64, 1.0])
 )  # fmt: skip
 JSON = st.recursive(
     SCALARS,
@@ -82,8 +109,8 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 @st.composite
-def files(draw: st.DrawFn) -> bytes:
-    """A sound table, changed in one to three places, then perhaps as bytes."""
+def files(draw: st.DrawFn, damaged: bool = True) -> bytes:
+    """A sound table, changed in one to three places, then perhaps, if `damaged`, as bytes."""
     table = copy.deepcopy(whole(draw(st.sampled_from(sorted(KEYS)))))
     for _ in range(draw(st.integers(1, 3))):
         path = draw(st.sampled_from(places(table)))
@@ -102,6 +129,8 @@ def files(draw: st.DrawFn) -> bytes:
         if not places(table):
             break
     data = json.dumps(table).encode()
+    if not damaged:
+        return data
     damage = draw(
         st.sampled_from(["", "", "", "cut", "flip", "insert", "twice", "bom", "utf16", "huge number", "binary"])
     )
@@ -159,14 +188,177 @@ def test_no_bytes_make_a_lookup_fail(tmp_path: Path, data: bytes) -> None:
         if config is not None:
             assert config in [entry["config"] for entry in parsed.entries]  # type: ignore[union-attr]
     assert (set(sys.modules), sorted(os.listdir(tmp_path))) == before  # nothing was imported, written or run
-    if parsed is not None:
-        VALIDATOR.validate(json.loads(data))  # what is taken is as published
+
+
+# -- the commands that read tables -------------------------------------------------------------------------------------
+COMMANDS = (
+    ["lookup", "{kernel}", "{size}=8", "--table", "{file}", "--target", "sm_90"],
+    ["lookup", "{kernel}", "{size}=8", "--table", "{file}", "--target", "sm_90", "--json"],
+    ["lookup", "{kernel}", "{size}=100000", "--table", "{file}", "--device", "NVIDIA H100:132:sm_90"],
+    ["lookup", "{kernel}", "{size}=100000", "--table", "{file}", "--device", "NVIDIA H100:132:sm_90", "--json"],
+    *(["report", "out", "--format", form] for form in ("text", "json", "csv", "markdown")),
+    ["check", "{file}"],
+    ["check", "out", "--json"],
+    ["diff", "{file}", "good.json"],
+    ["diff", "good.json", "{file}", "--json"],
+    *(["merge", "{file}", "good.json", "--to", "merged", "--prefer", prefer] for prefer in ("newest", "fastest")),
+    ["merge", "{file}", "good.json", "--to", "merged", "--json"],
+    ["export", "{file}", "--to", "ship"],
+    ["export", "{file}", "--to", "vllm", "--format", "vllm", "--json"],
+    ["export", "{file}", "--to", "sglang", "--format", "sglang"],
+    ["import", "{file}", "--out", "imported", "--json"],
+    ["warmup", "--table", "{file}", "--target", "sm_90"],
+    ["warmup", "--table", "{file}", "--target", "sm_90", "--json"],
+)
+
+
+class NoCompiles:
+    """Stands for the processes of a warmup: what is compiled is the business of its own tests."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+    def __enter__(self) -> NoCompiles:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+    def submit(self, number: int, part: str, config: dict[str, Any], workload: dict[str, Any]) -> None:
+        json.dumps([config, workload])
+
+    def result(self, number: int) -> Compiled:
+        return Compiled("ok", compile_s=0.0)
+
+
+@pytest.fixture
+def cheap_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line is built once, and no process is started."""
+    built = typer.main.get_command(cli.build_app())
+    monkeypatch.setattr(cli, "build_app", lambda: None)
+    monkeypatch.setattr(typer.main, "get_command", lambda _: built)
+    monkeypatch.setattr("kerneltune.warmup.CompilePool", NoCompiles)
+    monkeypatch.setattr("os.fsync", lambda _: None)
+
+
+def run_command(words: list[str]) -> None:
+    """Fails unless it ends with 0, 1 or 2, prints what can be printed, JSON as JSON, and an error as one line."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
+        warnings.simplefilter("always")
+        code = cli._run(words, False)
+    told = err.getvalue().splitlines()
+    assert code in (0, 1, 2), (words, told)
+    assert all(line.isprintable() for line in [*told, *out.getvalue().splitlines()]), (words, told)
+    assert [line.startswith("error: ") for line in told].count(True) == (code == 2), (words, told)
+    if code != 2 and ("--json" in words or "json" in words):
+
+        def no_number(name: str) -> None:
+            raise AssertionError(f"{words}: {name} is not JSON")
+
+        json.loads(out.getvalue(), parse_constant=no_number)
+
+
+@settings(max_examples=CASES, deadline=None, suppress_health_check=list(HealthCheck))
+@given(files(), st.sampled_from(COMMANDS))
+def test_no_bytes_make_a_command_fail(tmp_path: Path, cheap_commands: None, data: bytes, drawn: list[str]) -> None:
+    """A file that is refused meets one command, since they all refuse it in one place; one that is taken meets all."""
+    path = tmp_path / "out" / "tables" / "t.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    table_files._files.clear()
+    try:
+        kernel, commands = parse_table(data).kernel, COMMANDS
+    except TableError:
+        kernel, commands = "moe", (drawn,)
+    Path("good.json").write_text(json.dumps(whole(kernel)))
+    for words in commands:
+        run_command([word.format(kernel=kernel, size=SIZES[kernel], file=path) for word in words])
+        for folder in ("merged", "ship", "vllm", "sglang", "imported"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+BOUNDED = [("entries", 0, "loss", "tokens=4"), ("entries", 0, "measured", "time_us"), ("device", "memory_bytes")]
+BOUNDED += [("provenance", "ceilings", "dram_read_gbps"), ("provenance", "seed"), ("entries", 0, "more")]
+
+
+@pytest.mark.parametrize("place", BOUNDED, ids=lambda place: place[-1])
+@pytest.mark.parametrize(
+    "number", [2**63, 2**1022, 2**1024, 10**400, 1e308, -(2**63)], ids=["63", "1022", "1024", "10**400", "1e308", "-63"]
+)
+def test_no_number_is_so_large_that_a_command_overflows(
+    tmp_path: Path, cheap_commands: None, place: tuple[Any, ...], number: float
+) -> None:
+    table: Any = whole("moe")
+    holder = table
+    for name in place[:-1]:
+        holder = holder[name]
+    holder[place[-1]] = number
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps(table))
+    named = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in place)[1:]
+    with pytest.raises(TableError, match=re.escape(f"{named}: expected a number below 2**63")):
+        parse_table(path.read_bytes())
+    assert not VALIDATOR.is_valid(table)
+    run_command(["lookup", "moe", "tokens=8", "--table", str(path), "--target", "sm_90", "--json"])
+
+
+# -- the published schema ----------------------------------------------------------------------------------------------
+def expressible(value: Any) -> bool:
+    """Whether a schema can tell all about it: see its description."""
+    if isinstance(value, dict):
+        return all(name.isprintable() and expressible(item) for name, item in value.items())
+    if isinstance(value, list):
+        return all(map(expressible, value))
+    if isinstance(value, float):
+        return not value.is_integer()
+    return not isinstance(value, str) or value.isprintable()
+
+
+@settings(max_examples=CASES, deadline=None, suppress_health_check=list(HealthCheck))
+@given(files(damaged=False))
+def test_the_loader_takes_what_the_schema_takes(data: bytes) -> None:
+    try:
+        value = json.loads(data, parse_constant=lambda _: 2.5e30, parse_float=lambda text: min(float(text), 2.5e30))
+    except ValueError:
+        return
+    if not expressible(value):
+        return
+    try:
+        parse_table(data)
+        reason = ""
+    except TableError as error:
+        reason = str(error)
+    assert VALIDATOR.is_valid(value) == (not reason), reason
+
+
+def test_what_a_schema_cannot_say_is_in_its_description() -> None:
+    table = whole("moe")
+    table["entries"][0]["workload"] = WORKLOADS["moe"] | {"tokens": 64.0}
+    VALIDATOR.validate(table)
+    with pytest.raises(TableError, match=r"workload.tokens: expected a whole number from 1, got 64.0"):
+        parse_table(json.dumps(table).encode())
+    assert "64, not 64.0" in table_schema.make_schema()["description"]
+
+
+@pytest.mark.parametrize("size", [1, 9, 10, 2**31 - 1, 2**31, 2**31 + 1, 3 * 10**9, 10**10, 2**63])
+@pytest.mark.parametrize("ending", ["", "\n", " "])
+def test_sizes_in_names_of_losses_are_bounded_as_sizes_are(size: int, ending: str) -> None:
+    table = whole("moe")
+    table["entries"][0]["loss"] = {f"tokens={size}{ending}": 0.5}
+    sound = size < 2**31 and not ending
+    assert VALIDATOR.is_valid(table) == sound
+    with contextlib.nullcontext() if sound else pytest.raises(TableError):
+        parse_table(json.dumps(table).encode())
 
 
 def test_the_published_schema_is_the_one_of_the_code() -> None:
     """If not: python -m kerneltune.table_schema > docs/table.schema.json"""
     assert json.loads((ROOT / "docs" / "table.schema.json").read_text()) == table_schema.make_schema()
     jsonschema.Draft202012Validator.check_schema(table_schema.make_schema())
+
+
+def test_check_prints_the_schema(cheap_commands: None) -> None:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert cli._run(["check", "--schema"], False) == 0
+    assert out.getvalue() == (ROOT / "docs" / "table.schema.json").read_text()
 
 
 def test_shipped_tables_are_as_published() -> None:

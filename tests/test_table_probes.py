@@ -102,12 +102,31 @@ def test_5_sizes_that_were_not_tuned_are_never_served_in_silence(
     assert "no entry fits; the kernel takes its default config" in shown
     assert "differs   tokens: 8 there, 4096 asked for, more than a factor of 2 apart" in shown
     assert "to tune   kerneltune search moe --workload tokens=4096," in shown
+    assert "measured loss" not in shown  # the nearest entry, tokens=8, was not measured there
     report = command(capsys, "report", str(tmp_path / "out"))
     assert re.search(r"served +moe: tokens 1-16; else the default", report)
     assert "at most 3.4 % lost by an entry's config on the nearest other workload (tokens=1's on tokens=8)" in report
     assert "of all entries: 3.4, 2.0 %" in report
+    gap = "the default is used, a config of the table was measured to lose: tokens=4096 (tokens=1's config: 41.0 %)"
+    assert f"moe: {gap}" in report
     near = command(capsys, "lookup", "moe", "tokens=6", "--table", str(path), "--target", "sm_90")
     assert "tokens=8 E=256 N=256 K=7168 top_k=8 bf16 (nearest, sizes a factor of 1.33 away, measured loss 2.0 %" in near
+
+
+def test_5_the_nearest_entry_s_loss_at_the_very_size_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / NAME, entry(tokens=8, loss={"tokens=8": 0.0, "tokens=4096": 0.41}))
+    given = ["lookup", "moe", "tokens=4096", "--table", str(path)]
+    shown = command(capsys, *given, "--target", "sm_90")
+    assert "  differs   tokens: 8 there, 4096 asked for" in shown
+    assert "  loss      measured loss 41.0 % at tokens=4096\n" in shown
+    answer = json.loads(command(capsys, *given, "--target", "sm_90", "--json"))
+    assert (answer["nearest"]["loss"], answer["nearest"]["device"], answer["loss"]) == (0.41, "", None)
+    pcie = command(capsys, *given, "--device", "NVIDIA H100 PCIe:114:sm_90")
+    assert "  loss      measured loss 41.0 % at tokens=4096 on NVIDIA H200, not here\n" in pcie
+    for other in ("tokens=4096,K=6144", "tokens=4096,routing=zipf"):  # measured, but not for this problem
+        assert "measured loss" not in command(capsys, *given[:2], other, *given[3:], "--target", "sm_90")
 
 
 # -- 6: another compiler -----------------------------------------------------------------------------------------------
@@ -214,9 +233,24 @@ def test_8_h200_and_h200_nvl_are_told_apart_and_the_rule_is_printed(
     path = write(tmp_path / NAME, entry(tokens=8))
     given = ["lookup", "moe", "tokens=8", "--table", str(path), "--device"]
     assert "relative" not in command(capsys, *given, "NVIDIA H200:132:sm_90")
-    assert "relative  of NVIDIA H200: also sm_90 with 132 SMs" in command(capsys, *given, "NVIDIA H200 NVL:132:sm_90")
+    nvl = command(capsys, *given, "NVIDIA H200 NVL:132:sm_90")
+    assert "relative  of NVIDIA H200: also sm_90 with 132 SMs" in nvl
     other = command(capsys, *given, "NVIDIA H100 PCIe:114:sm_90")
     assert "a relative has the same architecture and SM count, and is no MIG slice" in other
+
+
+def test_8_what_a_relative_s_table_measured_was_measured_on_the_relative(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / NAME, entry(tokens=8, loss={"tokens=8": 0.0, "tokens=16": 0.02}))
+    for tokens, told in ((8, "(exact, measured loss 0.0 % "), (12, "measured loss 2.0 % at tokens=16 ")):
+        given = ["lookup", "moe", f"tokens={tokens}", "--table", str(path), "--device"]
+        shown = command(capsys, *given, "NVIDIA H100 80GB HBM3:132:sm_90")
+        assert f"{told}on NVIDIA H200, not here)" in shown
+        assert re.search(r"  measured  10.0 us, default 12.0 us.* on NVIDIA H200, not here\n", shown)
+        answer = json.loads(command(capsys, *given, "NVIDIA H100 80GB HBM3:132:sm_90", "--json"))
+        assert answer["loss"]["on"] == "NVIDIA H200"
+        assert "not here" not in command(capsys, *given, "NVIDIA H200:132:sm_90")
 
 
 # -- 11: engines -------------------------------------------------------------------------------------------------------
@@ -293,6 +327,21 @@ def test_11_an_imported_vllm_file_is_what_a_search_tries_first(
             wanted.append(ours)
     assert wanted, "the file holds nothing that was recorded: choose another"
     assert tried[1 : 1 + len(wanted)] == wanted
+
+
+def test_11_a_search_says_how_many_imported_configs_it_leaves_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+    monkeypatch.setattr("kerneltune.tuning.imports.MOST", 1)
+    monkeypatch.setattr(Silent, "note", lambda _, text: notes.append(text))
+    file = ENGINES / "E=8,N=7168,device_name=NVIDIA_H200.json"
+    command(capsys, "import", str(file), "--model", "mixtral-8x7b", "--tp", "2", "--out", str(tmp_path / "out"))
+    recordings = [r for r in find_recordings([ROOT / "results"], "moe") if r.workload["E"] == 8]
+    backend = ReplayBackend([next(r for r in recordings if r.workload["tokens"] == 256)])
+    run(backend, list(backend.workloads), Options(tmp_path / "out", trials=2, command="test"), Silent())
+    (note,) = [text for text in notes if "imported" in text]
+    assert re.search(r"tokens=256 E=8 .*: starts from 1 imported configs, \d more are left out", note)
 
 
 def test_11_a_file_that_says_its_triton_and_a_format_is_a_start_with_a_note(

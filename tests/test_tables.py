@@ -275,7 +275,9 @@ def test_what_keeps_the_nearest_out_is_named_exactly_when_nothing_fits(
     for sizes, triton, source in entries:
         mine = entry(1)
         mine["workload"] = mine["workload"] | sizes
-        mine["provenance"] = {"triton": triton, "kernel_hash": {"grouped_gemm": source}}
+        mine["provenance"] = ({"triton": triton} if triton else {}) | (
+            {"kernel_hash": {"grouped_gemm": source}} if source else {}
+        )
         made.append(mine)
     path = tmp_path / "property.json"
     path.write_text(json.dumps(tables.make_table("moe", DEVICE, {}, made)))

@@ -19,6 +19,7 @@ def check(
     paths: list[Path] = typer.Argument(None, metavar="[PATHS]", help="Tables, or folders of them; default: shipped."),
     measure: bool = typer.Option(False, "--measure", help="Also vet and time each entry against the default (GPU)."),
     device: int = typer.Option(0, help="Number of the GPU that --measure uses."),
+    schema: bool = typer.Option(False, "--schema", help="Print the JSON Schema of a table and do nothing else."),
     as_json: bool = typer.Option(False, "--json", help="Print the findings as a JSON list."),
 ) -> None:
     """Say what is wrong with tables: exit 1 on a fault, 0 with notes alone.
@@ -27,9 +28,12 @@ def check(
     """
     from dataclasses import asdict
 
-    from kerneltune import tables
+    from kerneltune import table_schema, tables
     from kerneltune.table_check import check_tables, table_paths
 
+    if schema:
+        print(json.dumps(table_schema.make_schema(), indent=1))
+        return
     given = paths or tables.shipped_tables()
     findings = check_tables(given)
     if measure:

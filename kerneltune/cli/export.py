@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -36,23 +36,35 @@ def export(
 
     KERNELTUNE_TABLES=DIR makes the kernels read it.
     """
-    from kerneltune import tables
+    from dataclasses import replace
+
+    from kerneltune import table_diff, tables
 
     if form not in FORMATS:
         raise UserError(f"--format {form!r}: expected {', '.join(FORMATS)}")
+    if to.exists() and not to.is_dir():
+        raise UserError(f"--to {to}: not a folder")
     written: dict[Path, int] = {}
     notes: list[str] = []
     loaded = [tables.load_table(path) for path in table_files(sources)]  # all are sound before anything is written
     if form != "kerneltune":
         written, notes = _write_engine_files(form, to, loaded, device_name, triton)
         loaded = []
+    plans: dict[Path, list[Table]] = {}
     for table in loaded:
-        dtypes = sorted({entry["workload"]["dtype"] for entry in table.entries})
-        for dtype in dtypes:
-            entries = [entry for entry in table.entries if entry["workload"]["dtype"] == dtype]
+        for dtype in sorted({entry["workload"]["dtype"] for entry in table.entries}):
             path = to / tables.table_file_name(table.kernel, dtype, table.device["name"])
-            tables.write_table(path, tables.make_table(table.kernel, table.device, table.provenance, entries))
-            written[path] = len(tables.load_table(path).entries)
+            entries = [entry for entry in table.entries if entry["workload"]["dtype"] == dtype]
+            plans.setdefault(path, []).append(replace(table, entries=entries))
+    for path, mine in plans.items():
+        there = [tables.load_table(path)] if path.exists() else []
+        table_diff.same_device([*there, *mine])  # before anything is written
+    for path, mine in plans.items():
+        for table in mine:
+            tables.write_table(path, tables.as_dict(table))
+        written[path] = len(tables.load_table(path).entries)
+    if not written:
+        raise UserError("nothing to export: the tables have no entries")
     if as_json:
         print(json.dumps([{"file": str(path), "entries": count} for path, count in written.items()]))
     else:
@@ -71,22 +83,32 @@ def _write_engine_files(
 
     mine = [table for table in loaded if table.kernel == "moe" and table.entries]
     if not mine:
-        raise UserError(f"--format {engine}: none of these tables is of moe, and {engine} has none of another kernel")
-    written: dict[Path, int] = {}
-    notes: dict[str, None] = {}
+        raise UserError(
+            f"--format {engine}: no entries of moe in these tables, and {engine} has none of another kernel"
+        )
+    together: dict[tuple[str, str], list[Table]] = {}  # whose files may have one name
     for table in mine:
-        version = triton or str(table.provenance.get("triton", ""))
+        version = triton or str(table.provenance.get("triton") or "")
         if engine == "sglang" and not version:
             raise UserError(f"{table.path}: does not say its Triton version, SGLang's folder: name --triton 3.6.0")
-        name = device_name or str(table.device["name"])
-        files, lost = engines.engine_files(engine, name, version, table.entries)
+        together.setdefault((device_name or table.device["name"], version), []).append(table)
+    planned: dict[Path, dict[str, Any]] = {}
+    notes: dict[str, None] = {}
+    for (name, version), tables in together.items():
+        entries = [entry for table in tables for entry in table.entries]
+        try:
+            files, lost = engines.engine_files(engine, name, version, entries)
+        except UserError as error:
+            raise UserError(f"{', '.join(table.path for table in tables)}: {error}") from None
         notes |= dict.fromkeys(lost)
         for relative, content in files.items():
-            path = to / relative
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, (json.dumps(content, indent=4) + "\n").encode())
-            written[path] = len(content)
-    return written, list(notes)
+            if to / relative in planned:  # vLLM folds every H200 into one name
+                notes[f"{to / relative}: of several devices' tables the last is written"] = None
+            planned[to / relative] = content
+    for path, content in planned.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, (json.dumps(content, indent=4) + "\n").encode())
+    return {path: len(content) for path, content in planned.items()}, list(notes)
 
 
 def table_files(sources: list[Path] | None) -> list[Path]:

@@ -8,6 +8,8 @@ from typing import Any
 
 import typer
 
+SHOWN = 8  # rows that a search passes over
+
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
@@ -40,5 +42,14 @@ def import_(
 
 
 def _text(each: dict[str, Any]) -> str:
+    from kerneltune.kernels.table_format import KEYS, scaled_text
+
     notes = "".join(f"; {note}" for note in each["notes"])
-    return f"{each['file']}  {each['entries']} configs from {each['source']}{notes}"
+    lines = [f"{each['file']}  {each['entries']} configs from {each['source']}{notes}"]
+    refused = each["refused"]
+    if refused:
+        lines += [f"  {len(refused)} of them the kernel would not run, so a search passes over them:"]
+        lines += [f"  {scaled_text(KEYS[each['kernel']], row['workload'])}: {row['why']}" for row in refused[:SHOWN]]
+    if len(refused) > SHOWN:
+        lines += [f"  and {len(refused) - SHOWN} more (--json names all)"]
+    return "\n".join(lines)

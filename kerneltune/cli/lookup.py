@@ -20,7 +20,9 @@ def register(app: typer.Typer) -> None:
 
 def lookup(
     kernel: str = typer.Argument(help="mla-decode or moe."),
-    workload: str = typer.Argument(help="k=v,...; what is not named is the model's, else as the kernel's defaults."),
+    workload: list[str] = typer.Argument(
+        help="k=v,... or k=v ...; the rest is the model's, else as by default."
+    ),
     model: str | None = typer.Option(None, help="Model preset; default deepseek-v3 at --tp 8."),
     tp: int | None = typer.Option(None, help="Tensor-parallel GPUs; default 1 with --model, else 8."),
     ep: int = typer.Option(1, help="Expert-parallel GPUs (moe)."),
@@ -39,7 +41,7 @@ def lookup(
     import os
 
     from kerneltune import tables
-    from kerneltune.kernels import staleness
+    from kerneltune.kernels import staleness, table_files, table_format
     from kerneltune.registry import KERNELS
     from kerneltune.workloads import base_sizes, format_workload, parse_workload
 
@@ -50,56 +52,60 @@ def lookup(
     for path in table:
         if not path.exists():
             raise UserError(f"--table {path}: no such file or folder")
-        if path.is_dir() and not any(path.glob("*.json")):
-            raise UserError(f"--table {path}: no *.json in this folder (a search writes its tables to <--out>/tables)")
+        if not any(source.files for source in table_files.sources([path], only=True)):
+            raise UserError(f"--table {path}: no *.json in this folder, nor in its folder `tables`")
     if stale is not None:
         staleness.parse_policies(stale)
         os.environ[staleness.VARIABLE] = stale
     gpu = choose_device(target) if device is None else _named_device(device)
-    asked = tables.host_workload(kernel, parse_workload(workload, base_sizes(kernel, model, tp, ep)))
+    asked = tables.host_workload(kernel, parse_workload(",".join(workload), base_sizes(kernel, model, tp, ep)))
     first = [str(path) for path in table] or None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # all of it is printed
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tables.launch_tables.say_anew()
         answer = tables.launch_tables.search(kernel, asked, gpu, tables=first)
+    said = [str(each.message) for each in caught] + _unknown_device(first)
     match = answer.match
     unfit = _why_not(kernel, asked, match, gpu)
     nearest = None if match else tables.nearest(kernel, asked, gpu, first)
     lost = tables.measured_loss(kernel, match.entry, asked) if match else None
+    measured_on = tables.load_table(match.path).device["name"] if match else ""
+    sizes = table_format.scaled_text(table_format.KEYS[kernel], asked)
     if as_json:
         found = {
             "kernel": kernel,
             "workload": asked,
             "device": {"name": gpu.name, "sm_count": gpu.sm_count},
+            "warnings": said,
             "policy": staleness.policies()[0],
             "match": dataclasses.asdict(match) if match else None,
             "cannot_run": unfit,
             "left_out": [dataclasses.asdict(each) for each in answer.left_out],
             "nearest": dataclasses.asdict(nearest) if nearest else None,
-            "loss": {"at": lost[0], "measured": lost[1]} if lost else None,
+            "loss": {"at": lost[0], "measured": lost[1], "on": measured_on} if lost else None,
         }
         print(json.dumps(found))
         return
-    ruling, fault = staleness.policies()
+    ruling = staleness.policies()[0]
     lines = [f"{kernel}  {format_workload(kernel, asked)}  {gpu.name}"]
-    if fault:
-        lines += [f"  policy    {fault}; the usual one holds"]
+    lines += [f"  warning   {text}" for text in said]
     if match:
+        elsewhere = f" on {measured_on}, not here" if match.relation else ""
         fits = "exact" if match.exact else f"nearest, sizes a factor of {2**match.distance:.2f} away"
         if match.distance == 0 and not match.exact:
             fits = f"same sizes, tuned for {_inputs_text(kernel, match.entry['workload'])}"
         if lost:
             place = "" if match.distance == 0 else f" at {' '.join(f'{name}={size}' for name, size in lost[0].items())}"
-            fits += f", measured loss {100 * lost[1]:.1f} %{place}"
-        elif match.distance:
+            fits += f", measured loss {100 * lost[1]:.1f} %{place}{elsewhere}"
+        elif not match.exact:
             fits += ", loss not measured"
         lines += [f"  entry     {format_workload(kernel, match.entry['workload'])} ({fits})"]
         lines += [f"  config    {_config_text(match.config)}"]
         lines += [f"  file      {match.path} ({match.source})"]
-        lines += [f"  measured  {_measured_text(match.entry.get('measured', {}))}"]
+        lines += [f"  measured  {_measured_text(match.entry.get('measured', {}))}{elsewhere}"]
         lines += [f"  inputs    {_inputs_text(kernel, match.entry['workload'])}"]
         if match.relation:
-            name = tables.load_table(match.path).device["name"]
-            lines += [f"  relative  of {name}: {match.relation}"]
+            lines += [f"  relative  of {measured_on}: {match.relation}"]
         lines += [f"  stale     {each.reason} (policy: {ruling[each.kind]})" for each in match.stale]
         if unfit:
             lines += [f"  but       it cannot run here, so the kernel takes its default config: {unfit}"]
@@ -108,6 +114,9 @@ def lookup(
         if nearest:
             lines += [f"  nearest   {format_workload(kernel, nearest.entry['workload'])} in {nearest.path}"]
             lines += [f"  differs   {difference}" for difference in nearest.differs]
+            if nearest.loss is not None:
+                elsewhere = f" on {nearest.device}, not here" if nearest.device else ""
+                lines += [f"  loss      measured loss {100 * nearest.loss:.1f} % at {sizes}{elsewhere}"]
         else:
             lines += [f"  no table of {kernel} is in any of the places (KERNELTUNE_TABLES, the user's folder, shipped)"]
         lines += [f"  to tune   kerneltune search {kernel} --workload {tables.launch_tables.shape_text(kernel, asked)}"]
@@ -118,20 +127,28 @@ def lookup(
     print("\n".join(lines))
 
 
+def _unknown_device(first: list[str] | None) -> list[str]:
+    """That KERNELTUNE_DEVICE names what no table is of: then it does nothing."""
+    import os
+
+    from kerneltune.kernels.device import VARIABLE
+    from kerneltune.tables import devices
+
+    name = os.environ.get(VARIABLE)
+    known = devices(first) if name else set()
+    if not name or name in known:
+        return []
+    return [f"{VARIABLE}: no table is of {name!r}, so it does nothing; there are: {', '.join(sorted(known)) or 'none'}"]
+
+
 def _why_not(kernel: str, workload: dict[str, Any], match: Any, gpu: Any) -> str | None:
     """Why the launch would refuse the config of an entry, so that the default is used."""
-    from kerneltune.kernels.tunable import part_params
     from kerneltune.registry import load_tunable
+    from kerneltune.tables import why_not
 
     if match is None or not gpu.shared_memory_per_block:  # named alone: nothing is known that a config could break
         return None
-    tunable = load_tunable(kernel)
-    complete = tunable.complete_workload(workload)
-    try:
-        reasons = [tunable.is_valid(p, part_params(tunable, match.config, p), complete, gpu) for p in tunable.parts]
-    except (KeyError, TypeError, ValueError) as error:
-        return f"not a config of {kernel}: {error}"
-    return next((reason for reason in reasons if reason), None)
+    return why_not(kernel, match.config, load_tunable(kernel).complete_workload(workload), gpu)
 
 
 def _named_device(text: str) -> Any:

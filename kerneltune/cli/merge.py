@@ -35,6 +35,8 @@ def merge(
     if prefer not in table_diff.PREFER:
         raise UserError(f"--prefer {prefer!r}: expected {', '.join(table_diff.PREFER)}")
     loaded = [tables.load_table(path) for path in table_files(list(sources))]
+    if not any(table.entries for table in loaded):
+        raise UserError("nothing to merge: the tables have no entries")
     groups: dict[Path, list[tables.Table]] = {}
     for table in loaded:
         dtypes = sorted({entry["workload"]["dtype"] for entry in table.entries})

@@ -120,10 +120,12 @@ def parse_fraction(text: str) -> float:
 
 
 def command_line() -> str:
-    """The command as typed, without the path of the program."""
+    """The command as typed, without the path of the program, as tables take it."""
     import shlex
 
-    return "kerneltune " + shlex.join(sys.argv[1:])
+    from kerneltune.kernels.table_format import printable
+
+    return "kerneltune " + printable(shlex.join(sys.argv[1:]))
 
 
 def _print(result: Result, as_json: bool) -> None:

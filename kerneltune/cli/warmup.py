@@ -34,8 +34,7 @@ def warmup(
     from kerneltune.warmup import cache_folder, warm_up
 
     device = choose_device(target)
-    paths = table_files(table) if table else tables.found_tables()
-    loaded = [tables.load_table(path) for path in paths]
+    loaded = [tables.load_table(path) for path in table_files(table)] if table else tables.loaded_here()
     mine = [each for each in loaded if relation(each.device, device) is not None]
     if not mine:
         there = ", ".join(sorted({each.device["name"] for each in loaded})) or "none"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from kerneltune.kernels import table_files
 from kerneltune.kernels.staleness import staleness
-from kerneltune.kernels.table_format import KEYS, Keys, TableError, parse_scaled
-from kerneltune.kernels.tables import BOUND
+from kerneltune.kernels.table_format import KEYS, Keys, TableError, parse_scaled, scaled_text
+from kerneltune.kernels.tables import BOUND, scaled_distance
 from kerneltune.report.data import Row, group_key, group_labels
 
 
@@ -31,12 +31,29 @@ def fallback_lines(rows: Iterable[Row]) -> list[str]:
         if not found:
             continue
         worst = max(found, key=lambda each: each[0])
-        own = ",".join(f"{name}={worst[1].workload[name]}" for name in keys.scaled)
+        own = scaled_text(keys, worst[1].workload)
         losses = ", ".join(f"{100 * loss:.1f}" for loss, _, _ in found)
         lines.append(
             f"{label}: at most {100 * worst[0]:.1f} % lost by an entry's config on the nearest other workload "
             f"({own}'s on {worst[2]}); of all entries: {losses} %"
         )
+    return lines
+
+
+def gap_lines(rows: Iterable[Row]) -> list[str]:
+    """For each group: the sizes that no entry serves although configs were measured there, with the nearest's loss."""
+    lines = []
+    for label, group in _groups(rows):
+        keys = KEYS[group[0].kernel]
+        asked = {text: sizes for row in group for text in row.losses if (sizes := parse_scaled(keys, text)) is not None}
+        told = []
+        for text, sizes in asked.items():
+            if any(scaled_distance(keys, row.workload, sizes) is not None for row in group):
+                continue
+            row = min((row for row in group if text in row.losses), key=lambda row: _apart(keys, row.workload, sizes))
+            told.append(f"{text} ({scaled_text(keys, row.workload)}'s config: {100 * row.losses[text]:.1f} %)")
+        if told:
+            lines.append(f"{label}: the default is used, a config of the table was measured to lose: {', '.join(told)}")
     return lines
 
 
@@ -61,12 +78,15 @@ def stale_lines(folders: Sequence[Path]) -> list[str]:
 
 
 def _groups(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
+    """Rows of tables that differ in scaled sizes only; another device serves for itself."""
     rows = [row for row in rows if row.origin == "table" and row.kernel in KEYS]
     labels = group_labels(rows)
-    found: dict[tuple[str, str], list[Row]] = {}
+    several = len({row.device for row in rows}) > 1
+    found: dict[str, list[Row]] = {}
     for row in rows:
-        found.setdefault(group_key(row), []).append(row)
-    return [(labels[key], group) for key, group in found.items()]
+        label = labels[group_key(row)] + (f" on {row.device}" if several else "")
+        found.setdefault(label, []).append(row)
+    return list(found.items())
 
 
 def _ranges(name: str, rows: Sequence[Row]) -> str:
@@ -88,5 +108,9 @@ def _neighbour(keys: Keys, row: Row) -> tuple[str, float] | None:
     for text, loss in row.losses.items():
         sizes = parse_scaled(keys, text)
         if sizes is not None and sizes != own:
-            found.append((sum(abs(math.log2(sizes[name] / own[name])) for name in keys.scaled), text, loss))
+            found.append((_apart(keys, sizes, own), text, loss))
     return min(found)[1:] if found else None
+
+
+def _apart(keys: Keys, some: Mapping[str, int], others: Mapping[str, int]) -> float:
+    return sum(abs(math.log2(some[name] / others[name])) for name in keys.scaled)

@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 
 from kerneltune.errors import UserError
-from kerneltune.kernels.table_format import KEYS, scaled_text, table_workload
+from kerneltune.kernels import table_files
+from kerneltune.kernels.table_format import KEYS, Table, TableError, scaled_text, table_workload
 from kerneltune.records import Conditions, Session, Trial, read_folder, read_notes
 from kerneltune.report.data import (
     SCALED_KEYS,
@@ -36,38 +37,6 @@ from kerneltune.workloads import format_workload
 INPUT_KEYS = ("lengths", "routing")
 TRIED_STAGES = ("search", "polish")
 SEARCH_DEPTH = 3  # kerneltune-results/<device>/<kernel> below the folder that was named
-
-
-class _Measured(msgspec.Struct):
-    time_us: float | None = None
-    p20_us: float | None = None
-    p80_us: float | None = None
-    gbps: float | None = None
-    tflops: float | None = None
-    launch_us: float | None = None
-    roofline: float | None = None
-    bound: str = ""
-    default_us: float | None = None
-    gain: float | None = None
-    inputs: str = ""
-    composed: bool = False
-
-
-class _Entry(msgspec.Struct):
-    workload: dict[str, Any]
-    config: dict[str, Any]
-    measured: _Measured = msgspec.field(default_factory=_Measured)
-    loss: dict[str, Any] = {}
-
-
-class _Table(msgspec.Struct):
-    kernel: str
-    device: dict[str, Any]
-    provenance: dict[str, Any]
-    entries: list[_Entry]
-
-
-_table_decoder = msgspec.json.Decoder(_Table)
 
 
 def find_folders(folder: Path | None, kernel: str | None = None) -> tuple[Path, ...]:
@@ -114,10 +83,10 @@ def read_report(folders: Sequence[Path], kernel: str | None = None) -> Report:
         by_key = _by_workload(sessions, trials)
         from_records = {key: row for key, found in by_key.items() if (row := _record_row(key, found)) is not None}
         from_tables = {
-            _key(table, entry): _table_row(table, entry, entry.measured.time_us)
+            (table.kernel, str(table.device["name"]), canonical(entry["workload"])): _table_row(table, entry)
             for table in tables
             for entry in table.entries
-            if entry.measured.time_us  # an imported entry has none
+            if entry.get("measured", {}).get("time_us")  # an imported entry has none
         }
         for note in _read_notes(folder, sessions):
             if isinstance(note, Search):
@@ -212,13 +181,14 @@ def _read_notes(folder: Path, sessions: Mapping[str, Session]) -> list[Doubt | S
     return found
 
 
-def _read_tables(folder: Path, warnings: list[str]) -> list[_Table]:
+def _read_tables(folder: Path, warnings: list[str]) -> list[Table]:
+    """The tables that a launch would take too."""
     tables = []
     for path in sorted((folder / "tables").glob("*.json")):
         try:
-            tables.append(_table_decoder.decode(path.read_bytes()))
-        except (msgspec.DecodeError, UnicodeDecodeError, OSError) as error:
-            warnings.append(f"{path} is left out: {error}")
+            tables.append(table_files.read_table(path))
+        except (TableError, OSError) as error:
+            warnings.append(f"{path} is left out: {error.strerror if isinstance(error, OSError) else error}")
     return tables
 
 
@@ -229,10 +199,6 @@ def _by_workload(sessions: dict[str, Session], trials: list[Trial]) -> dict[tupl
         key = (session.kernel, str(session.device.get("name", "")), canonical(trial.workload))
         by_key.setdefault(key, []).append(trial)
     return by_key
-
-
-def _key(table: _Table, entry: _Entry) -> tuple[str, str, str]:
-    return table.kernel, str(table.device.get("name", "")), canonical(entry.workload)
 
 
 def _record_row(key: tuple[str, str, str], trials: list[Trial]) -> Row | None:
@@ -266,41 +232,36 @@ def _record_row(key: tuple[str, str, str], trials: list[Trial]) -> Row | None:
     )
 
 
-def _table_row(table: _Table, entry: _Entry, time_us: float) -> Row:
-    measured = entry.measured
-    launch_us = measured.launch_us or 0.0
-    losses = {name: float(loss) for name, loss in entry.loss.items() if "=" in name and isinstance(loss, int | float)}
-    gain = measured.gain
-    if gain is None and measured.default_us:
-        gain = (measured.default_us - launch_us) / max(time_us - launch_us, 1e-3)
+def _table_row(table: Table, entry: Mapping[str, Any]) -> Row:
+    measured = entry["measured"]
+    time_us, launch_us, default_us = (measured.get(name) or 0.0 for name in ("time_us", "launch_us", "default_us"))
+    losses = {name: float(loss) for name, loss in entry.get("loss", {}).items() if "=" in name}
+    gain = measured.get("gain")
+    if gain is None and default_us:
+        gain = (default_us - launch_us) / max(time_us - launch_us, 1e-3)
     return Row(
         kernel=table.kernel,
-        device=str(table.device.get("name", "")),
-        workload=entry.workload,
-        shape=format_workload(table.kernel, entry.workload),
-        config=entry.config,
-        default_us=measured.default_us,
+        device=str(table.device["name"]),
+        workload=entry["workload"],
+        shape=format_workload(table.kernel, entry["workload"]),
+        config=entry["config"],
+        default_us=measured.get("default_us"),
         tuned_us=time_us,
-        p20_us=measured.p20_us,
-        p80_us=measured.p80_us,
+        p20_us=measured.get("p20_us"),
+        p80_us=measured.get("p80_us"),
         gain=gain,
         no_gain=gain is not None and gain <= 1.0,
-        gbps=measured.gbps,
-        tflops=measured.tflops,
-        roofline=measured.roofline,
-        bound=measured.bound,
-        inputs=measured.inputs or _inputs(entry.workload),
+        gbps=measured.get("gbps"),
+        tflops=measured.get("tflops"),
+        roofline=measured.get("roofline"),
+        bound=measured.get("bound") or "",
+        inputs=measured.get("inputs") or _inputs(entry["workload"]),
         launch_us=launch_us,
-        composed=measured.composed,
+        composed=measured.get("composed") or False,
         origin="table",
-        loss=losses.get(_scaled_text(table.kernel, entry.workload)),
+        loss=losses.get(scaled_text(KEYS[table.kernel], entry["workload"])),
         losses=losses,
     )
-
-
-def _scaled_text(kernel: str, workload: Mapping[str, Any]) -> str:
-    keys = KEYS.get(kernel)
-    return scaled_text(keys, workload) if keys is not None and all(name in workload for name in keys.scaled) else ""
 
 
 def _with_records(row: Row, recorded: Row | None) -> Row:
@@ -343,7 +304,7 @@ def _session_provenance(session: Session) -> Provenance:
     )
 
 
-def _table_provenance(table: _Table) -> Provenance:
+def _table_provenance(table: Table) -> Provenance:
     given = table.provenance
     return Provenance(
         kernel=table.kernel,

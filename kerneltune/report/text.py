@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kerneltune.report.coverage import fallback_lines, served_lines, stale_lines
+from kerneltune.report.coverage import fallback_lines, gap_lines, served_lines, stale_lines
 from kerneltune.report.data import Failure, Provenance, Report, Row, count_configs, geomean
 from kerneltune.report.load import find_folders, read_report
 from kerneltune.tuning.seconds import seconds_text
@@ -63,6 +63,7 @@ def summary(report: Report) -> list[tuple[str, str]]:
         lines += _table_size(kernel, [row for row in report.rows if row.kernel == kernel])
     lines += [("served", line) for line in served_lines(report.rows)]
     lines += [("fallback", line) for line in fallback_lines(report.rows)]
+    lines += [("not served", line) for line in gap_lines(report.rows)]
     lines += [("stale", line) for line in stale_lines(report.folders)]
     lines += [("unfinished", f"{u.kernel} {u.shape}: {_progress(u.tried, u.best_us)}") for u in report.unfinished]
     lines += [("warning", f"{d.kernel} {d.shape}: {warning}") for d in report.doubts for warning in d.warnings]

@@ -22,6 +22,7 @@ from kerneltune.tuning.options import Options
 from kerneltune.tuning.progress import Progress
 from kerneltune.tuning.search_loop import SearchLoop
 from kerneltune.tuning.seconds import seconds_text
+from kerneltune.workloads import format_workload
 
 PREFETCH = 14  # configs of the next workload that are compiled while this one's finalists are timed
 
@@ -137,7 +138,11 @@ class _Run:
         near = ladder.nearest(workload, done)
         winners = [each.decision.winner.config for each in near if each.decision is not None]
         alike = [each.loop for each in near if ladder.same_keys(workload, each.workload, self._backend.varying_keys)]
-        starts = imported_configs(self._options.out, self._backend.kernel, workload)
+        kernel, device = self._backend.kernel, self._backend.device
+        starts, more = imported_configs(self._options.out, kernel, workload, device)
+        if more:
+            shape = format_workload(kernel, workload)
+            self._progress.note(f"{shape}: starts from {len(starts)} imported configs, {more} more are left out")
         starts += self._backend.incumbents(workload)
         self._backend.admit(workload, starts)
         loop = SearchLoop(

@@ -84,6 +84,7 @@ def test_export_merges_into_what_is_there(capsys: pytest.CaptureFixture[str]) ->
         (["bad.json", "--to", "ship"], "bad.json: schema: expected 1, got nothing"),
         (["--to", "ship", "--format", "xml"], "--format 'xml': expected kerneltune"),
         ([], "Missing option '--to'"),
+        (["--to", "bad.json"], "--to bad.json: not a folder"),
     ],
 )
 def test_export_refuses(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
@@ -102,6 +103,29 @@ def test_a_bad_table_among_good_ones_writes_nothing(capsys: pytest.CaptureFixtur
     assert not Path("ship").exists()
 
 
+def test_tables_that_cannot_share_a_file_write_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first was written before the second was refused."""
+    for name, device in (("a", H200), ("b", H200 | {"sm_count": 66}), ("empty", H200)):
+        entries = [] if name == "empty" else [entry(8)]
+        Path(f"{name}.json").write_text(json.dumps(make_table("mla-decode", device, {}, entries)))
+    said = command(capsys, "export", "a.json", "b.json", "--to", "ship", code=2)
+    assert "b.json: device.sm_count is 66, not 132 as in a.json" in said
+    assert "the tables have no entries" in command(capsys, "export", "empty.json", "--to", "ship", code=2)
+    assert "the tables have no entries" in command(capsys, "merge", "empty.json", "--to", "ship", code=2)
+    assert "empty.json: no entries in it" in command(capsys, "import", "empty.json", "--out", "ship", code=2)
+    assert not Path("ship").exists()
+
+
+def test_the_loss_on_another_input_class_is_not_that_of_the_entry_s_own(capsys: pytest.CaptureFixture[str]) -> None:
+    mine = entry(8)
+    mine["loss"] = {"batch=8,kv_len=4096": 0.0, "inputs": {"equal": 0.0, "spread": 0.25}}
+    Path("t.json").write_text(json.dumps(make_table("mla-decode", H200, {}, [mine])))
+    for asked, told in (("spread", "measured loss 25.0 %"), ("ids@1a2b3c4d", "loss not measured")):
+        sizes = f"batch=8,kv_len=4096,heads=16,lengths={asked}"
+        shown = command(capsys, "lookup", "mla-decode", sizes, "--target", "sm_90", "--table", "t.json")
+        assert f"(same sizes, tuned for lengths=equal, {told})" in shown
+
+
 def test_export_falls_back_to_the_shipped_tables(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -117,6 +141,8 @@ def test_lookup_says_that_a_folder_holds_no_tables(capsys: pytest.CaptureFixture
     searched(8, 6)
     asked = ("lookup", "mla-decode", ASKED, "--target", "sm_90", "--table", "kerneltune-results")
     assert "--table kerneltune-results: no *.json in this folder" in command(capsys, *asked, code=2)
+    out = ("--table", "kerneltune-results/nvidia-h200/mla-decode")  # its `tables` are looked at
+    assert "num_splits=6" in command(capsys, *asked[:-2], *out)
 
 
 def test_lookup_names_file_and_entry(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,8 +151,7 @@ def test_lookup_names_file_and_entry(capsys: pytest.CaptureFixture[str], monkeyp
     shown = command(capsys, "lookup", "mla-decode", ASKED, "--target", "sm_90").splitlines()
     assert shown == [
         "mla-decode  batch=12 kv_len=4096 heads=16 bf16  NVIDIA H200",
-        "  entry     batch=8 kv_len=4096 heads=16 bf16 (nearest, sizes a factor of 1.50 away, "
-        "loss not measured)",
+        "  entry     batch=8 kv_len=4096 heads=16 bf16 (nearest, sizes a factor of 1.50 away, loss not measured)",
         "  config    BLOCK_H=16  BLOCK_N=64  num_splits=6  num_warps=4  num_stages=2",
         f"  file      {path} (KERNELTUNE_TABLES)",
         "  measured  12.5 us, default 20.0 us, 87% of the measured memory ceiling",
@@ -137,6 +162,44 @@ def test_lookup_names_file_and_entry(capsys: pytest.CaptureFixture[str], monkeyp
     assert answer["match"]["exact"] is True
     assert answer["match"]["config"]["num_splits"] == 6
     assert answer["nearest"] is None
+
+
+@pytest.mark.parametrize(
+    "spelt", [["batch=8,kv_len=4096,heads=16"], ["batch=8 kv_len=4096 heads=16"], ["batch=8", "kv_len=4096, heads=16"]]
+)
+def test_a_workload_is_spelt_with_commas_or_blanks(capsys: pytest.CaptureFixture[str], spelt: list[str]) -> None:
+    given = ["--target", "sm_90", "--table", str(searched(8, 6))]
+    assert "(exact" in command(capsys, "lookup", "mla-decode", *spelt, *given)
+
+
+def test_lookup_tells_what_is_wrong_with_the_environment(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = searched(8, 6)
+    Path("bad.json").write_text("{")
+    Path("loop.json").symlink_to("loop.json")
+    monkeypatch.setenv("KERNELTUNE_TABLES", f"gone:./bad.json:loop.json:./{path}")
+    monkeypatch.setenv("KERNELTUNE_DEVICE", "NVIDIA H2OO")
+    monkeypatch.setenv("KERNELTUNE_STALE", "bogus")
+    warnings = [
+        "KERNELTUNE_STALE: expected strict, warn, ignore, or compiler=... and source=..., got 'bogus'; the usual one",
+        "no table there: gone (KERNELTUNE_TABLES)",
+        "table left out: ./bad.json: not valid JSON",
+        "table left out: loop.json: Too many levels of symbolic links",
+        "KERNELTUNE_DEVICE: no table is of 'NVIDIA H2OO', so it does nothing; there are: NVIDIA H200",
+    ]
+    for _ in range(2):  # in one process too
+        shown = command(capsys, "lookup", "mla-decode", ASKED, "--target", "sm_90")
+        assert [line.startswith("  warning   ") for line in shown.splitlines()].count(True) == len(warnings)
+        for warning in warnings:
+            assert f"  warning   {warning}" in shown
+    answer = json.loads(command(capsys, "lookup", "mla-decode", ASKED, "--target", "sm_90", "--json"))
+    assert len(answer["warnings"]) == len(warnings)
+    assert answer["match"] is not None
+    monkeypatch.setenv("KERNELTUNE_DEVICE", "NVIDIA H200")
+    named = command(capsys, "lookup", "mla-decode", ASKED, "--device", "Other GPU:10")
+    assert "KERNELTUNE_DEVICE names it" in named
+    assert "so it does nothing" not in named
 
 
 def test_lookup_says_what_keeps_the_nearest_out(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from test_cli_export import H200, NAME, alone, command, entry
 
+from kerneltune.cli import main
 from kerneltune.kernels.source_hash import variant_hash
 from kerneltune.kernels.staleness import triton_version
 from kerneltune.tables import load_table, make_table, write_table
@@ -76,8 +77,6 @@ def test_check_finds_each_fault(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """What a command with exit code 1 printed."""
-    from kerneltune.cli import main
-
     capsys.readouterr()
     with pytest.raises(SystemExit) as left:
         main(arguments)
@@ -197,6 +196,22 @@ def test_warmup_fills_tritons_cache_once(
     assert again["binaries"] == 0
     assert again["compile_s"] < first["compile_s"]
     assert "no table for" in command(capsys, "warmup", "--table", str(path), "--target", "gfx942", code=2)
+
+
+def test_warmup_passes_over_what_a_launch_passes_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path that is not there kept every other table from being compiled."""
+    path = raw(tmp_path / NAME, entry(2, kv_len=64))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("KERNELTUNE_TABLES", f"{tmp_path / 'gone'}:{path}")
+    with pytest.raises(SystemExit) as left:
+        main(["warmup", "--target", "sm_90"])
+    captured = capsys.readouterr()
+    assert left.value.code == 0
+    assert "compiled  0 " not in captured.out
+    assert f"warning: table left out: {tmp_path / 'gone'}: cannot be read: No such file" in captured.err
+    assert "gone: no such file" in command(capsys, "warmup", "--table", str(tmp_path / "gone"), code=2)
 
 
 def test_warmup_compiles_the_default_where_a_config_cannot_run(

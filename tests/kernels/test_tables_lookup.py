@@ -195,7 +195,7 @@ SOURCE = {"triton": triton_version(), "kernel_hash": {"split_kv": "0" * 12}}
 FRESH = {"triton": triton_version(), "kernel_hash": {"split_kv": HASH}}
 
 
-@pytest.mark.parametrize("provenance", [FRESH, {}, {"triton": 3, "kernel_hash": None}, {"kernel_hash": {"other": "1"}}])
+@pytest.mark.parametrize("provenance", [FRESH, {}, {"kernel_hash": {}}, {"kernel_hash": {"other": "1"}}])
 def test_what_matches_or_does_not_state_it_is_used_in_silence(tmp_path: Path, provenance: dict[str, Any]) -> None:
     path = write(tmp_path / "t.json", table(entry(4), provenance=provenance))
     with warnings.catch_warnings():
@@ -394,7 +394,7 @@ DAMAGED = [
     ),
     (damaged("entries.1.workload.heads", True), r"entries\[1\].workload.heads: expected a whole number"),
     (damaged("entries.1.workload.batch", 0), r"entries\[1\].workload.batch: expected a whole number from 1, got 0"),
-    (damaged("entries.1.workload.batch", 10**30), r"entries\[1\].workload.batch: expected a whole number"),
+    (damaged("entries.1.workload.batch", 10**30), r"entries\[1\].workload.batch: expected a number below"),
     (damaged("entries.1.workload.causal", 0), r"entries\[1\].workload.causal: expected true or false, got 0"),
     (damaged("entries.1.workload.dtype", "b" * 201), r"entries\[1\].workload.dtype: expected a text"),
     (damaged("entries.1.workload.lengths", ...), r"entries\[1\].workload.lengths: is missing"),
@@ -408,11 +408,11 @@ DAMAGED = [
     (damaged("entries.1.measured", 3), r"entries\[1\].measured: expected an object"),
     (damaged("entries.1.measured.time_us", float("nan")), "NaN is not a number that JSON has"),
     (damaged("entries.1.measured.time_us", float("inf")), "Infinity is not a number that JSON has"),
-    (damaged("entries.1.measured.time_us", 7).replace(b"7}", b"1e999}"), r"measured.time_us: expected a finite number"),
-    (damaged("entries.1.workload.dtype", "\x1b[31mbf16"), r"entries\[1\].workload.dtype: expected a text"),
-    (damaged("entries.1.config", {"a\nb": 1}), r"entries\[1\].config, a name: expected a text"),
+    (damaged("entries.1.measured.time_us", 7).replace(b"7}", b"1e999}"), r"measured.time_us: expected a number below"),
+    (damaged("entries.1.workload.dtype", "\x1b[31mbf16"), r"entries\[1\].workload.dtype: expected printable char"),
+    (damaged("entries.1.config", {"a\nb": 1}), r"entries\[1\].config: expected names of printable"),
     (damaged("entries.1.config", {"a": {"": 1}}), r"entries\[1\].config.a, a name: expected a text"),
-    (damaged("entries.1.loss", {"inputs": {"\n": None}}), r"entries\[1\].loss.inputs.\?: expected a number"),
+    (damaged("entries.1.loss", {"inputs": {"\n": None}}), r"entries\[1\].loss.inputs: expected names of printable"),
     (damaged("entries.1.loss", {"inputs": 3}), r"entries\[1\].loss.inputs: expected an object"),
     (damaged("entries.1.loss", {"inputs": {"equal": "x"}}), r"entries\[1\].loss.inputs.equal: expected a number"),
     (damaged("entries.1.loss", {"batch=1,kv_len=2": "x"}), r"entries\[1\].loss.batch=1,kv_len=2: expected a number"),

@@ -50,7 +50,7 @@ def test_records_alone_give_the_same_rows_as_the_table(tmp_path: Path) -> None:
 def test_the_gain_that_the_table_states_is_told(tmp_path: Path) -> None:
     entry = {
         "workload": sample.mla_workload(1, 2048, 16),
-        "config": {},
+        "config": {"BLOCK_N": 64},
         "measured": {"time_us": 9.0, "default_us": 9.05, "gain": 1.0},
     }
     sample.write_table(tmp_path / "tables" / "a.json", "mla-decode", [entry])
@@ -194,3 +194,18 @@ def test_twenty_thousand_trials_in_two_seconds(tmp_path: Path) -> None:
     text = to_text(read_report([tmp_path]))
     assert time.process_time() - start < 2.0
     assert text.count("kv_len=") >= 10
+
+
+def test_what_another_device_s_table_serves_is_told_apart(tmp_path: Path) -> None:
+    """Their sizes were added up: tokens of one GPU counted as served on the other."""
+    from kerneltune.report.coverage import served_lines
+
+    for name, batch in (("NVIDIA H200", 8), ("NVIDIA B200", 64)):
+        workload = sample.mla_workload(batch, 2048, 16)
+        entry = {"workload": workload, "config": {"BLOCK_N": 64}, "measured": {"time_us": 9.0}}
+        device = sample.H200 | {"name": name}
+        sample.write_table(tmp_path / "tables" / f"{batch}.json", "mla-decode", [entry], device=device)
+    assert sorted(line.split(";")[0] for line in served_lines(read_report([tmp_path]).rows)) == [
+        "mla-decode on NVIDIA B200: batch 32-128",
+        "mla-decode on NVIDIA H200: batch 4-16",
+    ]
