@@ -115,6 +115,11 @@ class Tunable(Protocol):
         """None, or the reason why these parameters cannot run: "shared memory: needs N B, device has M B"."""
         ...
 
+    def refuses(self, config: Config, workload: Workload, device: Device) -> str | None:
+        """None, or why a launch with this whole config raises: the very check of the public call, which allows more
+        than `is_valid` where parameters can run but are no good."""
+        ...
+
     def estimate(
         self, part: str, params: Params, workload: Workload, device: Device, ceilings: Mapping[str, Any]
     ) -> float:

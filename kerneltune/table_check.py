@@ -18,7 +18,7 @@ from kerneltune.kernels import table_files
 from kerneltune.kernels.device import Device
 from kerneltune.kernels.staleness import staleness
 from kerneltune.kernels.table_format import KEYS, Table, TableError
-from kerneltune.tables import whole_device, why_not
+from kerneltune.tables import entry_date, whole_device, why_not
 from kerneltune.workloads import format_workload
 
 COMPARED = ("torch", "driver")  # software whose change is worth a note
@@ -45,25 +45,32 @@ def table_paths(paths: Sequence[Path]) -> tuple[list[Path], list[Finding]]:
     Raises:
         UserError: a path is not there, or a folder has no tables.
     """
-    found: list[Path] = []
+    found: dict[Path, Path] = {}  # by what it really is: a file named twice is read once
     findings: list[Finding] = []
     for path in paths:
         if not path.exists():
             raise UserError(f"{path}: no such file or folder")
         if not path.is_dir():
-            found.append(path)
+            found.setdefault(path.resolve(), path)
             continue
         (source,) = table_files.sources([path], only=True)
         read = [Path(file) for file in source.files]
         if not read:
             raise UserError(f"{path}: no tables (*.json) there or in its folder `tables`")
-        found += read
+        for file in read:
+            found.setdefault(file.resolve(), file)
         for other in sorted(path.rglob("*.json")):
             if other not in read and _says_kernel(other):
                 findings.append(
                     Finding(str(other), True, None, f"no lookup in {path} reaches it: move it into {path}/tables")
                 )
-    return found, findings
+    return list(found.values()), list(dict.fromkeys(findings))
+
+
+def _read_together(path: Path) -> Path:
+    """The folder whose lookup reads this file: the one it lies in, or the one whose `tables` that is."""
+    folder = path.resolve().parent
+    return folder.parent if folder.name == "tables" else folder
 
 
 def check_tables(paths: Sequence[Path]) -> list[Finding]:
@@ -99,10 +106,12 @@ def _check_table(path: Path, table: Table, first: dict[tuple[Any, ...], str]) ->
         there = own.get(name)
         if isinstance(there, str) and name in here and there != here[name]:
             yield Finding(str(path), False, None, f"measured with {name} {there:.40}, here is {here[name]}")
-    days = _age_days(own.get("date"))
-    if days is None:
+    dates = [entry_date(entry, entry.get("provenance", own)) for entry in table.entries] or [entry_date({}, own)]
+    known = [date for date in dates if date is not None]
+    if len(known) < len(dates):
         yield Finding(str(path), False, None, "provenance has no date that can be read, so its age is unknown")
-    else:
+    if known:
+        days = max((datetime.now(UTC) - min(known)).days, 0)
         yield Finding(str(path), False, None, f"measured {days} day{'' if days == 1 else 's'} ago")
     said: set[str] = set()
     for number, entry in enumerate(table.entries):
@@ -133,10 +142,16 @@ def _check_entry(
         return
     if {name: complete[name] for name in asked} != asked:
         yield True, "workload: not as the kernel writes it, so no call ever asks for it"
-    place = (path.parent, table.device["name"], table.device["sm_count"], table.kernel, *(workload[n] for n in key.all))
+    place = (
+        _read_together(path),
+        table.device["name"],
+        table.device["sm_count"],
+        table.kernel,
+        *(workload[n] for n in key.all),
+    )
     if place in first:
-        yield True, f"the same workload as {first[place]}, which hides it or is hidden by it: leave one"
-    first.setdefault(place, f"{path.name} entries[{number}]")
+        yield True, f"the same workload as {first[place]}, of which a launch takes one: leave one"
+    first.setdefault(place, f"{path} entries[{number}]")
     if device is not None and (reason := why_not(table.kernel, config, complete, device)):
         yield True, f"config cannot run on {device.name}: {reason}; tune it again"
     for stale in staleness(table.kernel, config, entry.get("provenance", table.provenance)):
@@ -147,14 +162,6 @@ def _check_entry(
     time_us, default_us = (entry.get("measured", {}).get(name) for name in ("time_us", "default_us"))
     if all(isinstance(x, int | float) for x in (time_us, default_us)) and time_us > default_us:
         yield False, f"measured slower than the default: {time_us} us, {default_us} us"
-
-
-def _age_days(date: object) -> int | None:
-    try:
-        then = datetime.fromisoformat(str(date))
-    except ValueError:
-        return None
-    return max((datetime.now(UTC) - (then if then.tzinfo else then.replace(tzinfo=UTC))).days, 0)
 
 
 def _says_kernel(path: Path) -> bool:

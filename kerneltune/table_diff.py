@@ -8,6 +8,7 @@ from typing import Any
 
 from kerneltune.errors import UserError
 from kerneltune.kernels.table_format import Table
+from kerneltune.tables import entry_date
 
 PREFER = ("newest", "first", "fastest")
 HEADER = ("triton", "torch", "driver", "cuda", "kernel_hash", "date")  # of the provenance, the fields worth comparing
@@ -89,7 +90,7 @@ def merged(tables: Sequence[Table], prefer: str) -> tuple[list[tuple[Table, dict
     """One entry for each workload, with the table it comes from and its provenance filled in, and the conflicts.
 
     Args:
-        prefer: "newest" by the provenance's date, "first" in the order given, or "fastest" as measured.
+        prefer: "newest" by each entry's date, "first" in the order given, or "fastest" as measured.
 
     Raises:
         UserError: tables of different kernels or devices.
@@ -117,7 +118,8 @@ def merged(tables: Sequence[Table], prefer: str) -> tuple[list[tuple[Table, dict
 
 def _better(mine: Mapping[str, Any], theirs: Mapping[str, Any], prefer: str) -> bool:
     if prefer == "newest":
-        return str(mine["provenance"].get("date", "")) > str(theirs["provenance"].get("date", ""))
+        own, other = (entry_date(entry, entry["provenance"]) for entry in (mine, theirs))
+        return own is not None and (other is None or own > other)
     if prefer == "fastest":
         return _time_us(mine) < _time_us(theirs)
     return False

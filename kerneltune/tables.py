@@ -19,6 +19,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -151,18 +152,20 @@ def whole_device(described: Mapping[str, Any]) -> Device | None:
 
 
 def why_not(kernel: str, config: Mapping[str, Any], workload: Mapping[str, Any], device: Device) -> str | None:
-    """Why a launch on `device` would refuse a config, naming the part of the kernel where it has several, or None."""
-    from kerneltune.kernels.tunable import part_params
+    """Why a launch on `device` would refuse a config, as the launch itself judges, or None."""
     from kerneltune.registry import load_tunable
 
-    tunable = load_tunable(kernel)
-    for part in tunable.parts:
+    return load_tunable(kernel).refuses(config, workload, device)
+
+
+def entry_date(entry: Mapping[str, Any], provenance: Mapping[str, Any]) -> datetime | None:
+    """When an entry was measured: what it says itself, else the provenance that holds for it; None if neither does."""
+    for said in (entry.get("measured", {}).get("date"), provenance.get("date")):
         try:
-            reason = tunable.is_valid(part, part_params(tunable, config, part), workload, device)
-        except (KeyError, TypeError, ValueError) as error:
-            reason = f"not a config of {kernel}: {error}"
-        if reason:
-            return f"{part}: {reason}" if len(tunable.parts) > 1 else reason
+            then = datetime.fromisoformat(str(said))
+        except ValueError:
+            continue
+        return then if then.tzinfo else then.replace(tzinfo=UTC)
     return None
 
 
@@ -379,7 +382,8 @@ def _merge(old: dict[str, Any] | None, new: Mapping[str, Any], path: Path) -> di
             own = entry.get("provenance", table["provenance"])
             entry = {name: value for name, value in entry.items() if name != "provenance"}
             entry["workload"] = {name: entry["workload"][name] for name in keys.all}  # canonical order
-            if _software(own) != _software(new["provenance"]):
+            dates = [entry_date(entry, each) for each in (own, new["provenance"])]  # equal if it states its own
+            if _software(own) != _software(new["provenance"]) or dates[0] != dates[1]:
                 entry["provenance"] = own
             merged[tuple(entry["workload"].values())] = entry
     return make_table(new["kernel"], new["device"], new["provenance"], [merged[key] for key in sorted(merged)])

@@ -115,6 +115,10 @@ class MlaDecode:
             return str(error)
         return configs.is_valid(config, workload, device)
 
+    def refuses(self, config: Config, workload: Workload, device: Device) -> str | None:
+        """None, or why a launch with this config raises."""
+        return self.is_valid("decode", config, workload, device)
+
     def estimate(
         self, part: str, params: Params, workload: Workload, device: Device, ceilings: Mapping[str, Any]
     ) -> float:

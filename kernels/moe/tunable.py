@@ -99,6 +99,14 @@ class MoeTunable:
     def is_valid(self, part: str, params: Params, workload: Workload, device: Device) -> str | None:
         return configs.is_valid(part, params, self.complete_workload(workload), device)
 
+    def refuses(self, config: Config, workload: Workload, device: Device) -> str | None:
+        """None, or why a launch with this whole config raises."""
+        try:
+            configs.checked_config(config, self.complete_workload(workload), device)
+        except (TypeError, ValueError) as error:
+            return str(error)
+        return None
+
     def estimate(
         self, part: str, params: Params, workload: Workload, device: Device, ceilings: Mapping[str, Any]
     ) -> float:

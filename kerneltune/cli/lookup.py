@@ -20,9 +20,7 @@ def register(app: typer.Typer) -> None:
 
 def lookup(
     kernel: str = typer.Argument(help="mla-decode or moe."),
-    workload: list[str] = typer.Argument(
-        help="k=v,... or k=v ...; the rest is the model's, else as by default."
-    ),
+    workload: list[str] = typer.Argument(help="k=v,... or k=v ...; the rest is the model's, else as by default."),
     model: str | None = typer.Option(None, help="Model preset; default deepseek-v3 at --tp 8."),
     tp: int | None = typer.Option(None, help="Tensor-parallel GPUs; default 1 with --model, else 8."),
     ep: int = typer.Option(1, help="Expert-parallel GPUs (moe)."),

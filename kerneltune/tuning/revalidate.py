@@ -17,6 +17,7 @@ from kerneltune.errors import NO_GPU, UserError
 from kerneltune.kernels.staleness import staleness
 from kerneltune.kernels.table_format import KEYS, Table, split_recorded
 from kerneltune.records import Trial
+from kerneltune.registry import load_tunable
 from kerneltune.table_check import Finding
 from kerneltune.tuning import finalists
 from kerneltune.tuning.backends import Backend
@@ -87,7 +88,12 @@ def revalidate(
         if chosen := stale_entries(table, everything):
             by_kernel.setdefault(table.kernel, []).append((table, chosen))
     for kernel, work in by_kernel.items():
-        backend = make_backend(kernel, dict(work[0][1][0][0]["workload"]))
+        first = next((entry for _, chosen in work for entry, _ in chosen if _cannot_make(kernel, entry) is None), None)
+        if first is None:
+            for table, chosen in work:
+                yield from (_left(table, entry, why, _cannot_make(kernel, entry) or "") for entry, why in chosen)
+            continue
+        backend = make_backend(kernel, dict(first["workload"]))
         try:
             session = new_session(backend, Options(Path(), command=command))
             mine = [(table, chosen) for table, chosen in work if _is_here(table, backend)]
@@ -134,18 +140,29 @@ def measure_entries(files: Sequence[Path], make_backend: MakeBackend) -> Iterato
         if table.entries:
             loaded.setdefault(table.kernel, []).append(table)
     for kernel, mine in loaded.items():
-        backend = make_backend(kernel, dict(mine[0].entries[0]["workload"]))
+        entries = [entry for table in mine for entry in table.entries]
+        first = next((entry for entry in entries if _cannot_make(kernel, entry) is None), None)
+        if first is None:
+            for table in mine:
+                for number, entry in enumerate(table.entries):
+                    what = f"not measured: {_cannot_make(kernel, entry)}"
+                    yield Finding(table.path, False, number, what, format_workload(kernel, entry["workload"]))
+            continue
+        backend = make_backend(kernel, dict(first["workload"]))
         try:
             session = new_session(backend, Options(Path()))
             for table in mine:
                 if not _is_here(table, backend):
                     raise UserError(f"{table.path}: {_elsewhere(table, backend)}", NO_GPU)
-            sound = [
-                (table, number, entry)
-                for table in mine
-                for number, entry in enumerate(table.entries)
-                if _cannot_make(kernel, entry) is None
-            ]
+            sound = []
+            for table in mine:
+                for number, entry in enumerate(table.entries):
+                    reason = _cannot_make(kernel, entry)
+                    if reason is None:
+                        sound.append((table, number, entry))
+                    else:
+                        text = format_workload(kernel, entry["workload"])
+                        yield Finding(table.path, False, number, f"not measured: {reason}", text)
             for _, _, entry in sound:
                 backend.prepare_finals(entry["workload"], _configs(backend, entry))
             for table, number, entry in sound:
@@ -210,9 +227,16 @@ def _elsewhere(table: Table, backend: Backend) -> str:
 
 
 def _cannot_make(kernel: str, entry: Mapping[str, Any]) -> str | None:
-    """Why the inputs of an entry cannot be made here: they were recorded in service."""
-    value = entry["workload"][KEYS[kernel].input]
-    return f"the inputs {value} are not here" if split_recorded(str(value)) is not None else None
+    """Why an entry's inputs cannot be made here: recorded in service, or such as no call ever has."""
+    name = KEYS[kernel].input
+    value = entry["workload"][name]
+    if split_recorded(str(value)) is not None:
+        return f"the inputs {value} are not here"
+    try:
+        complete = load_tunable(kernel).complete_workload(entry["workload"])
+    except ValueError as error:
+        return f"workload: no call ever asks for it ({error})"
+    return None if complete == dict(entry["workload"]) else "workload: not as the kernel writes it"
 
 
 def _left(table: Table, entry: Mapping[str, Any], why: tuple[str, ...], reason: str) -> Renewed:

@@ -202,4 +202,3 @@ class SearchLoop:
             launch_us = best[0].launch_us
             total = launch_us + sum((each.time_us or 0.0) - each.launch_us for each in best)
             self._progress.trial(trial, total, None, remembered)
-

@@ -27,7 +27,7 @@ def backend(kernel: str, first: dict[str, Any]) -> ReplayBackend:
 
 
 def fresh(kernel: str) -> dict[str, Any]:
-    (variant,) = VARIANTS[kernel]
+    variant = next(iter(VARIANTS[kernel]))
     return {"triton": triton_version(), "kernel_hash": {variant: variant_hash(kernel, variant)}, "date": "2026-01-01"}
 
 
@@ -151,3 +151,38 @@ def test_measuring_finds_what_cannot_run(tmp_path: Path) -> None:
     path.write_text(json.dumps(raw))
     with pytest.raises(tables.UserError, match="is of NVIDIA H100, and here is NVIDIA H200"):
         list(measure_entries([path], backend))
+
+
+def test_an_entry_that_no_call_asks_for_and_recorded_inputs_are_left_and_named(tmp_path: Path) -> None:
+    good, other = recorded("mla-decode")[:2]
+    impossible = entry(good, good.default_config, provenance=STALE)
+    impossible["workload"] = {**impossible["workload"], "heads": 7, "h_kv": 2}
+    in_service = entry(good, good.default_config, provenance=STALE)
+    in_service["workload"] = {**in_service["workload"], "lengths": "lens@1a2b3c4d"}
+    fine = entry(other, other.default_config, provenance=STALE)
+    path = write(tmp_path / "t.json", "mla-decode", [impossible, in_service, fine], fresh("mla-decode"))
+    before = {json.dumps(e["workload"]): e for e in tables.load_table(path).entries}
+    done = list(revalidate([path], backend))
+    assert sorted(each.outcome for each in done) == ["kept", "left", "left"]
+    reasons = [each.reason for each in done if each.outcome == "left"]
+    assert any("heads=7: must be a multiple of h_kv (2)" in reason for reason in reasons)
+    assert any("lens@1a2b3c4d are not here" in reason for reason in reasons)
+    after = {json.dumps(e["workload"]): e for e in tables.load_table(path).entries}
+    assert after.keys() == before.keys()
+    found = list(measure_entries([path], backend))
+    assert len(found) == 3
+    assert sum("not measured: " in each.what for each in found) == 2
+    assert not any(each.fault for each in found if "not measured: " in each.what)
+
+
+def test_nothing_but_entries_that_cannot_be_posed_needs_no_gpu(tmp_path: Path) -> None:
+    recording = recorded("mla-decode")[0]
+    in_service = entry(recording, recording.default_config, provenance=STALE)
+    in_service["workload"] = {**in_service["workload"], "lengths": "lens@1a2b3c4d"}
+    path = write(tmp_path / "t.json", "mla-decode", [in_service], fresh("mla-decode"))
+
+    def none(kernel: str, first: dict[str, Any]) -> ReplayBackend:
+        raise AssertionError("no backend is needed")
+
+    assert [each.outcome for each in revalidate([path], none)] == ["left"]
+    assert ["not measured" in each.what for each in measure_entries([path], none)] == [True]
