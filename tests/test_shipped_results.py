@@ -106,7 +106,7 @@ def test_at_least_six_workloads_are_recorded_from_memory_bound_to_compute_bound(
     assert min(ratios) < 0.3
     assert max(ratios) > 1
     for recording in recordings:
-        assert recording.kernel_hash == kernel_hash(load_tunable(kernel))
+        assert recording.kernel_hash.items() <= kernel_hash(load_tunable(kernel)).items()
         assert max(recording.rounds.values()) >= 3
 
 
