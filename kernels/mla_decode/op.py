@@ -27,7 +27,7 @@ from kerneltune.kernels.mla_decode.triton_split_kv import split_kv_call
 from kerneltune.kernels.tunable import KernelCall
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-MAX_S_Q = 8
+MAX_S_Q = 16
 MAX_HEADS = 128
 MAX_PAGE_SIZE = 128
 MAX_PLANS = 4096  # a few KiB each
@@ -51,7 +51,7 @@ def mla_decode(
     """Attend from s_q new tokens to a paged latent cache: softmax(softmax_scale q k^T) v, v = k[..., :kv_lora_rank].
 
     Args:
-        q: [batch, s_q, heads, d_qk] bf16 or fp16, any strides with the last 1; s_q 1 to 8, heads 1 to 128.
+        q: [batch, s_q, heads, d_qk] bf16 or fp16, any strides with the last 1; s_q 1 to 16, heads 1 to 128.
         kv_cache: [num_pages, page_size, h_kv, d_qk] like q; page_size 1 to 128; heads % h_kv == 0.
         block_table: [batch, max_pages] int32: the page of tokens page_size * i and on. Entries past the length are not
             read and may hold anything, as may the cache past the length; the others must be pages of kv_cache, which

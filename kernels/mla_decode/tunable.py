@@ -45,7 +45,7 @@ LIMITS = {  # largest value of each size
     "h_kv": MAX_HEADS,
     "s_q": MAX_S_Q,
     "page_size": MAX_PAGE_SIZE,
-    "kv_lora_rank": 512,
+    "kv_lora_rank": 1024,
     "qk_rope_head_dim": 128,
     "batch": 1 << 16,
     "kv_len": 1 << 24,

@@ -55,7 +55,7 @@ def test_page_sizes(page_size: int, device: str) -> None:
     assert verdict(problem([70, 0, 1, 33], device, page_size=page_size), SMALL) == ""
 
 
-@pytest.mark.parametrize("s_q", range(1, 9))
+@pytest.mark.parametrize("s_q", [*range(1, 9), 11, 16])
 def test_causal_with_every_s_q(s_q: int, device: str) -> None:
     p = problem([s_q - 1, s_q, 0, 1, 40], device, s_q=s_q, causal=True)
     assert verdict(p, {**SMALL, "num_splits": 1 + s_q % 2}) == ""
@@ -66,7 +66,7 @@ def test_heads(heads: int, h_kv: int, device: str) -> None:
     assert verdict(problem([37, 20], device, heads=heads, h_kv=h_kv), {**SMALL, "BLOCK_H": 32}) == ""
 
 
-@pytest.mark.parametrize(("rank", "rope"), [(128, 32), (512, 64), (96, 24), (64, 5)])
+@pytest.mark.parametrize(("rank", "rope"), [(128, 32), (512, 64), (96, 24), (64, 5), (256, 128), (1024, 64)])
 def test_widths_need_not_be_powers_of_two(rank: int, rope: int, device: str) -> None:
     p = problem([37, 0, 5], device, kv_lora_rank=rank, qk_rope_head_dim=rope)
     assert verdict(p, {**SMALL, "num_splits": 2}) == ""
@@ -169,7 +169,7 @@ def test_an_empty_batch(device: str) -> None:
         ({"q": lambda x: x.float()}, "torch.float32"),
         ({"kv_cache": lambda x: x.bfloat16()}, "torch.bfloat16"),
         ({"kv_cache": lambda x: x[..., :560]}, "560"),
-        ({"q": lambda x: x.expand(-1, 9, -1, -1)}, "got 9, 3, 64"),
+        ({"q": lambda x: x.expand(-1, 17, -1, -1)}, "got 17, 3, 64"),
         ({"q": lambda x: x.repeat(1, 1, 43, 1)}, "got 1, 129, 64"),
         ({"kv_cache": lambda x: x.expand(-1, -1, 2, -1)}, "multiple of h_kv: got 3 and 2"),
         ({"kv_cache": lambda x: x.repeat(1, 3, 1, 1)}, "192"),

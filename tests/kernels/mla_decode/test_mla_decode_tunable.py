@@ -150,7 +150,7 @@ def test_workloads_have_every_key_in_order() -> None:
         ({"kv_dtype": "fp16"}, "same as dtype"),
         ({"heads": 129}, "heads=129: expected a whole number from 1 to 128"),
         ({"heads": 16, "h_kv": 3}, "multiple of h_kv"),
-        ({"s_q": 9}, "s_q=9"),
+        ({"s_q": 17}, "s_q=17"),
         ({"page_size": 0}, "page_size=0"),
         ({"batch": 1.5}, "batch=1.5"),
         ({"causal": "maybe"}, "causal=maybe"),
