@@ -201,7 +201,7 @@ SHIPPED = [
 
 
 @pytest.mark.parametrize(("kernel", "sizes", "tp"), SHIPPED)
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100", "gfx942", "gfx950"])
 def test_shipped_spaces_hold_points_and_the_tile_of_the_default(
     kernel: str, sizes: dict[str, int], tp: int, arch: str
 ) -> None:

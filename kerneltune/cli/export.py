@@ -130,7 +130,7 @@ def table_files(sources: list[Path] | None) -> list[Path]:
 def _files_of(source: Path) -> list[Path]:
     if not source.exists():
         raise UserError(f"{source}: no such file or folder")
-    if source.is_file():
+    if not source.is_dir():
         return [source]
     for pattern in ("tables/*.json", "*/tables/*.json", "*/*/tables/*.json", "*.json"):
         if found := sorted(path for path in source.glob(pattern) if not path.name.startswith(".")):

@@ -49,7 +49,7 @@ def import_files(
     ours = []
     for path in files:
         if not path.is_file():
-            raise UserError(f"{path}: no such file")
+            raise UserError(f"{path}: {'not a regular file' if path.exists() else 'no such file'}")
         if path.name.startswith("E="):
             read = engines.read_engine_file(path)
             pair = path.resolve().parent, path.stem.removesuffix("_down")

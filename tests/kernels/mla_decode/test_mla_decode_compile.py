@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from kerneltune.device import target
+from kerneltune.registry import load_tunable
+from kerneltune.space import load_space
+
 CHILD = """
 import dataclasses, json, sys
 from kerneltune.compile import compile_part
@@ -84,3 +88,17 @@ def test_warp_groups_share_the_matrix_work_on_hopper(tmp_path: Path) -> None:
     ptx = run_child([PTX_CHILD], tmp_path)
     assert ptx.count("wgmma.mma_async.sync.aligned.m64n32k16") == 36
     assert ptx.count("wgmma.mma_async.sync.aligned.m64n256k16") == 4
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_points_of_the_space_compile_for_amd_and_hardly_spill(arch: str, tmp_path: Path) -> None:
+    tunable, space, device = load_tunable("mla-decode"), load_space("mla-decode"), target(arch)
+    configs: list[tuple[int, dict[str, int] | None]] = []
+    for heads in (16, 128):
+        points = space.points(tunable, "decode", tunable.complete_workload({"heads": heads}), device)
+        one_split = [point for point in points if point["num_splits"] == 1]
+        assert one_split
+        configs += [(heads, one_split[len(one_split) * i // 4]) for i in range(4)]
+    for result in compile_in_child(arch, configs, tmp_path):
+        assert result["outcome"] == "ok", result
+        assert result["spills"] <= 300, result
