@@ -1,4 +1,4 @@
-"""What each number format costs in accuracy: a mixture-of-experts layer with quantised weights against the float64 layer.
+"""What each number format costs in accuracy: a layer with quantised weights against the float64 layer.
 
 Runs on the CPU. Weights and activations are normal numbers, the weights scaled by one over the root of their depth, as
 models have them at the start; trained weights have heavier tails, so these are comparisons of formats, not of models.
@@ -14,7 +14,7 @@ from kerneltune.kernels.formats import GROUPS, Quantised, dequantise, quantise
 from kerneltune.kernels.moe.reference import fused_moe_reference
 
 E, N, K, TOP_K, TOKENS, SEED = 16, 512, 2048, 4, 64, 0
-# The activations of both GEMMs in fp8: by token beside weights by channel, by 128 columns beside blocks, else one scale.
+# Activations of both GEMMs in fp8: by token beside weights by channel, by 128 columns beside blocks.
 ACTIVATIONS = {"tensor": "tensor", "channel": "channel", "128x128": "1x128"}
 
 
