@@ -158,6 +158,18 @@ def why_not(kernel: str, config: Mapping[str, Any], workload: Mapping[str, Any],
     return load_tunable(kernel).refuses(config, workload, device)
 
 
+def why_not_searched(kernel: str, config: Mapping[str, Any], workload: Mapping[str, Any], device: Device) -> str | None:
+    """Why a search on `device` would not try a config: a launch refuses it, or it cannot be any good; else None."""
+    from kerneltune.kernels.tunable import part_params
+    from kerneltune.registry import load_tunable
+
+    tunable = load_tunable(kernel)
+    if refused := tunable.refuses(config, workload, device):
+        return refused
+    reasons = (tunable.is_valid(part, part_params(tunable, config, part), workload, device) for part in tunable.parts)
+    return next((reason for reason in reasons if reason), None)
+
+
 def entry_date(entry: Mapping[str, Any], provenance: Mapping[str, Any]) -> datetime | None:
     """When an entry was measured: what it says itself, else the provenance that holds for it; None if neither does."""
     for said in (entry.get("measured", {}).get("date"), provenance.get("date")):

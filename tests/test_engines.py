@@ -85,13 +85,15 @@ def test_what_cannot_be_clamped_is_kept_and_named(tmp_path: Path, capsys: pytest
     assert "11 configs" in shown[0]
     assert "of them clamped" not in shown[0]
     assert shown[1] == "  10 of them the kernel would not run, so a search passes over them:"
-    assert shown[2] == "  tokens=2: gemm1: parameters: BLOCK_N is 48, expected a power of two"
+    assert shown[2] == "  tokens=2: config['gemm1'] cannot run: parameters: BLOCK_N is 48, expected a power of two"
     assert shown[-1] == "  and 2 more (--json names all)"
     arguments = ["import", file, "--workload", "K=4096,top_k=2", "--out", tmp_path / "out", "--json"]
     (told,) = json.loads(command(capsys, *arguments))
     assert [each["workload"]["tokens"] for each in told["refused"]] == list(range(2, 12))
     mine = our_table(tmp_path / "ours.json", {"tokens": 64}, gemm2={"BLOCK_Q": 1})
-    assert "  tokens=64: gemm2: " in command(capsys, "import", mine, "--out", tmp_path / "ours")
+    assert "  tokens=64: config['gemm2'] is {'BLOCK_Q': 1}: " in command(
+        capsys, "import", mine, "--out", tmp_path / "ours"
+    )
     assert first_tried(tmp_path / "ours") == []
 
 

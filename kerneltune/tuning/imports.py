@@ -95,7 +95,7 @@ def _refused(table: Table) -> list[Refused]:
     for entry in table.entries:
         try:
             complete = load_tunable(table.kernel).complete_workload(entry["workload"])
-            why = tables.why_not(table.kernel, entry["config"], complete, device)
+            why = tables.why_not_searched(table.kernel, entry["config"], complete, device)
         except ValueError as error:
             why = str(error)
         if why:
@@ -153,7 +153,7 @@ def _from_engine(
             raise UserError(f"{first.path}: {error}") from None
         fitted = {part: _fitted(tunable, part, config[part], workload, device) for part in tunable.parts}
         entry = tables.make_entry(table_workload("moe", workload), fitted, {})
-        if why := tables.why_not("moe", fitted, workload, device):
+        if why := tables.why_not_searched("moe", fitted, workload, device):
             refused.append(Refused(entry["workload"], why))
             entry["config"] = config
         changed += entry["config"] != config
@@ -214,7 +214,7 @@ def imported_configs(
         mine = []
         for entry in table.by_exact.get(exact, ()) if table.kernel == kernel else ():
             distance = scaled_distance(keys, entry["workload"], workload)
-            runs = gpu is None or tables.why_not(kernel, entry["config"], workload, gpu) is None
+            runs = gpu is None or tables.why_not_searched(kernel, entry["config"], workload, gpu) is None
             if distance is not None and runs:
                 mine.append((distance, dict(entry["config"])))
         if mine:
