@@ -286,8 +286,12 @@ def _first(
     exact = (q.dtype, heads, h_kv, s_q, causal, page_size, kv_lora_rank, d_qk - kv_lora_rank)
     path = None if table is None else os.fspath(table)
     chosen = _config_for(exact, batch, kv_len, lengths, q.device, given, path)
-    if given is None and chosen.variant == "hopper" and hopper_refuses(q, kv_cache, softmax_scale):
-        chosen = default_config(_workload(exact, batch, kv_len), device_of(q.device), portable=True)
+    reason = hopper_refuses(q, kv_cache, softmax_scale) if chosen.variant == "hopper" and given is None else None
+    if reason is not None:
+        workload, device = _workload(exact, batch, kv_len), device_of(q.device)
+        if chosen != default_config(workload, device):  # a table's: not taken in silence
+            tables.say_unusable("mla-decode", workload, reason)
+        chosen = default_config(workload, device, portable=True)
     layout = scratch_layout(chosen, batch, s_q, heads, kv_lora_rank, q.device)
     scratch, offsets, workspace = launch_plan.carve(layout, q.device)
     calls = decode_calls(

@@ -9,7 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kerneltune.kernels.mla_decode import flash_mla_with_kvcache, get_mla_metadata, mla_decode
+from kerneltune.kernels import tables
+from kerneltune.kernels.mla_decode import flash_mla_with_kvcache, get_mla_metadata, mla_decode, op
+from kerneltune.kernels.mla_decode.config import HOPPER
 from kerneltune.kernels.mla_decode.tunable import TUNABLE, _problem
 from kerneltune.kernels.tunable import Problem
 
@@ -228,3 +230,17 @@ def test_a_table_config_that_cannot_run_is_a_miss(device: str, monkeypatch: pyte
     assert len(asked) == 1  # the second call took the remembered answer
     keys = TUNABLE.exact_keys + TUNABLE.scaled_keys
     assert asked[0] == {key: {**p.workload, "batch": 2, "kv_len": 50}[key] for key in keys}
+
+
+def test_tensors_that_the_tables_variant_cannot_read_get_the_portable_default(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = problem([40, 9], device, s_q=2, heads=4)
+    want = call(p, config=SMALL)
+    monkeypatch.setattr(op, "_config_for", lambda *given: HOPPER)
+    p.inputs["q"] = p.inputs["q"].transpose(1, 2).contiguous().transpose(1, 2)  # heads do not lie side by side
+    tables.forget()
+    with pytest.warns(UserWarning, match="cannot run here .*heads of q side by side.*the default is used"):
+        got = call(p)
+    torch.testing.assert_close(got[0], want[0], rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(got[1], want[1])
