@@ -60,11 +60,12 @@ class Quantised:
         return 8 * stored / values
 
 
-def quantise(x: torch.Tensor, format: str, group: str) -> Quantised:
+def quantise(x: torch.Tensor, format: str, group: str, tensor_scale: float | None = None) -> Quantised:
     """The nearest that the format can hold, ties to the even code; scales from the largest magnitude of each group.
 
     Args:
         x: [..., rows, columns], finite, any float dtype; columns a multiple of the group's, and even.
+        tensor_scale: of nvfp4 and razer, where it must not depend on x (a cache that grows); None: from x.
 
     Raises:
         ValueError: no such format or group, or sizes that the group does not divide.
@@ -72,7 +73,7 @@ def quantise(x: torch.Tensor, format: str, group: str) -> Quantised:
     tile = _tile(x, format, group)
     x = x.float()
     if format in ("nvfp4", "razer"):
-        return _two_level(x, format, group, tile)
+        return _two_level(x, format, group, tile, tensor_scale)
     largest = _largest(x, tile)
     if format == "mxfp4":
         # The shared exponent is that of the largest magnitude less the 2 of e2m1's own largest power.
@@ -146,12 +147,14 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
     return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
 
 
-def _two_level(x: torch.Tensor, format: str, group: str, tile: tuple[int, int]) -> Quantised:
+def _two_level(x: torch.Tensor, format: str, group: str, tile: tuple[int, int], given: float | None) -> Quantised:
     """NVFP4 and RaZeR: a float32 scale that brings the largest block scale to the top of its format."""
     largest = _largest(x, tile)
     top = E4M3_MAX if format == "nvfp4" else E3M3_MAX
     whole = largest.amax()
     tensor_scale = torch.where(whole > 0, whole / (E2M1_MAX * top), 1.0)
+    if given is not None:
+        tensor_scale = torch.full_like(tensor_scale, given)
     wanted = largest / E2M1_MAX / tensor_scale
     if format == "nvfp4":
         stored = wanted.clamp(max=top).to(torch.float8_e4m3fn)
