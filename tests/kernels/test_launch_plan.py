@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kerneltune.kernels import launch_plan, tables
 from kerneltune.kernels.mla_decode import custom_op, mla_decode
 from kerneltune.kernels.moe import fused_moe
+from kerneltune.kernels.tunable import KernelCall
 from kerneltune.registry import load_tunable
 
 MLA: dict[str, Any] = {"dtype": "fp16", "heads": 4, "page_size": 16, "batch": 2, "kv_len": 48}
@@ -137,3 +140,34 @@ def test_in_children_that_were_forked_or_spawned(method: str, device: str, tmp_p
     assert done.returncode == 0, done.stderr[-2000:]
     first, second = done.stdout.strip().replace(") (", ")|(").split("|")
     assert first == second
+
+
+def test_a_plan_moves_tma_descriptors_to_the_new_addresses() -> None:
+    """Without a GPU: a stand-in for the compiled kernel takes down what it is launched with."""
+    launched: list[tuple[Any, ...]] = []
+
+    class Compiled:
+        function, packed_metadata = "function", "metadata"
+
+        @staticmethod
+        def run(*arguments: Any) -> None:
+            launched.append(arguments)
+
+    class Function:
+        arg_names = ("desc", "x_ptr", "n")
+
+    x, y = torch.zeros(64, 64, dtype=torch.float16), torch.ones(4)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    descriptor = TensorDescriptor(x, [64, 64], [64, 1], [64, 64], layout)
+    call = KernelCall(Function, (3,), (descriptor, y), {"n": 7})
+    bound = launch_plan._bind(call, Compiled, [x, y])
+    plan = launch_plan.Plan((bound,), 0, 0, (), lambda device: "stream")
+    assert plan.launch([4096, 8192], None)
+    assert plan.launch([65536, 8192], None)
+    for arguments, address in zip(launched, (4096, 65536), strict=True):
+        *head, moved, pointer, n = arguments
+        assert head == [3, 1, 1, "stream", "function", "metadata", None, None, None]
+        assert (moved.base.data_ptr(), pointer, n) == (address, 8192, 7)
+        assert (moved.shape, moved.strides, moved.block_shape) == ([64, 64], [64, 1], [64, 64])
+    assert descriptor.base is x
+    assert not plan.launch([4104, 8192], None)  # no multiple of 16 bytes: Triton's own way
