@@ -112,7 +112,7 @@ def _write_engine_files(
 
 
 def table_files(sources: list[Path] | None) -> list[Path]:
-    """The table files meant.
+    """The table files meant; one named twice, itself and in its folder, counts once.
 
     Raises:
         UserError: a source is missing or has no tables, or there is nothing to export.
@@ -120,7 +120,8 @@ def table_files(sources: list[Path] | None) -> list[Path]:
     from kerneltune import tables
 
     if sources:
-        return [file for source in sources for file in _files_of(source)]
+        files = [file for source in sources for file in _files_of(source)]
+        return list({file.resolve(): file for file in reversed(files)}.values())[::-1]
     found = sorted(Path(SEARCHES).glob("*/*/tables/*.json")) or tables.shipped_tables()
     if not found:
         raise UserError(f"no tables in ./{SEARCHES} and none shipped: run `kerneltune search mla-decode` first")

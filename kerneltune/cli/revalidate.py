@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from kerneltune.errors import INTERRUPTED, UserError
+from kerneltune.errors import CHECK_FAILED, INTERRUPTED, UserError
 
 if TYPE_CHECKING:
     from kerneltune.tuning.revalidate import Renewed
@@ -29,7 +29,8 @@ def revalidate(
     """Check and time again the entries whose compiler or kernel source has changed, and write them renewed.
 
     Takes seconds an entry, on a GPU of the tables' kind. Every entry is written when it is done: an interruption keeps
-    those. `kerneltune search` looks for better configs; this only renews what is there.
+    those. What is wrong is left as it is and named, the others go on, and the exit code is 1. `kerneltune search`
+    looks for better configs; this only renews what is there.
     """
     from dataclasses import asdict
 
@@ -37,7 +38,6 @@ def revalidate(
     from kerneltune.cli.search import command_line
     from kerneltune.kernels.table_files import user_folder
     from kerneltune.tuning import revalidate as revalidation
-    from kerneltune.workloads import format_workload
 
     files = table_files(paths or [Path(user_folder())])
     begin = time.monotonic()
@@ -48,16 +48,31 @@ def revalidate(
         ):
             found.append(each)
             if not as_json:
-                kernel = Path(each.path).name.split(".")[0]
-                print(f"{each.outcome:8}  {format_workload(kernel, each.workload)}: {_text(each)}", flush=True)
+                print(f"{each.outcome:8}  {_place(each)}: {_text(each)}", flush=True)
     except KeyboardInterrupt:
         raise UserError("interrupted: every entry that was done is written", INTERRUPTED) from None
     if as_json:
         print(json.dumps([asdict(each) for each in found]))
-        return
+    else:
+        _print_counts(found, time.monotonic() - begin)
+    if any(each.fault for each in found):
+        raise typer.Exit(CHECK_FAILED)
+
+
+def _print_counts(found: list[Renewed], seconds: float) -> None:
     counts = {kind: sum(each.outcome == kind for each in found) for kind in ("kept", "default", "broken", "left")}
     told = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count) or "nothing is stale"
-    print(f"{told}; {time.monotonic() - begin:.0f} s")
+    print(f"{told}; {seconds:.0f} s")
+
+
+def _place(each: Renewed) -> str:
+    """The workload; of what is left also where it lies, for whoever has to put it right."""
+    from kerneltune.workloads import format_workload
+
+    if each.number is None:
+        return each.path
+    workload = format_workload(each.kernel, each.workload)
+    return f"{each.path} entries[{each.number}] ({workload})" if each.outcome == "left" else workload
 
 
 def _text(each: Renewed) -> str:

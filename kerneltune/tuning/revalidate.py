@@ -7,6 +7,7 @@ so an interruption keeps what is done.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from kerneltune import tables
 from kerneltune.errors import NO_GPU, UserError
 from kerneltune.kernels.staleness import staleness
 from kerneltune.kernels.table_format import KEYS, Table, split_recorded
-from kerneltune.records import Trial
+from kerneltune.records import Session, Trial
 from kerneltune.registry import load_tunable
 from kerneltune.table_check import Finding
 from kerneltune.tuning import finalists
@@ -27,29 +28,32 @@ from kerneltune.tuning.measuring import make_trial
 from kerneltune.tuning.options import Options
 from kerneltune.workloads import format_workload
 
+BAD_ENTRY = (KeyError, TypeError, ValueError)  # what an entry that nobody can pose or run raises on its way
 MakeBackend = Callable[[str, dict[str, Any]], Backend]  # kernel, first workload
 
 
 def on_gpu(index: int) -> MakeBackend:
-    """What makes the backend of a kernel on this GPU.
+    """What makes the backend of a kernel on this GPU; making one where it is not there is a UserError (exit 3)."""
 
-    Raises:
-        UserError: it is not there (exit 3).
-    """
-    from kerneltune.device import detect
-    from kerneltune.space import load_space
-    from kerneltune.tuning.backends import LiveBackend
+    def make(kernel: str, first: dict[str, Any]) -> Backend:
+        from kerneltune.device import detect
+        from kerneltune.space import load_space
+        from kerneltune.tuning.backends import LiveBackend
 
-    if detect(index) is None:
-        raise UserError(f"entries are measured on a GPU, and GPU {index} is not here", NO_GPU)
-    return lambda kernel, first: LiveBackend(kernel, load_space(kernel), index, 0, first)
+        if detect(index) is None:  # asked when one is needed: with nothing to measure none is
+            raise UserError(f"entries are measured on a GPU, and GPU {index} is not here", NO_GPU)
+        return LiveBackend(kernel, load_space(kernel), index, 0, first)
+
+    return make
 
 
 @dataclass(frozen=True)
 class Renewed:
-    """One entry and what became of it."""
+    """One entry and what became of it, or a whole file that is no sound table."""
 
     path: str
+    kernel: str  # "": of no sound table
+    number: int | None  # of the entry in its file as it was read; None: the whole file
     workload: dict[str, Any]
     why: tuple[str, ...]  # it was stale; (): asked for
     outcome: str  # "kept", "default" (no longer worth it), "broken" (replaced by the default), "left" (see reason)
@@ -58,15 +62,26 @@ class Renewed:
     time_us: float | None = None
     default_us: float | None = None
     gain: float | None = None
+    fault: bool = False  # left because it is wrong, not because it is of another GPU or of recorded inputs
 
 
-def stale_entries(table: Table, everything: bool) -> list[tuple[Mapping[str, Any], tuple[str, ...]]]:
-    """The entries to measure again, each with the reasons why it is out of date."""
+@dataclass(frozen=True)
+class Chosen:
+    """An entry to measure again, where it lies, and why it is out of date; (): it was asked for."""
+
+    table: Table
+    number: int
+    entry: Mapping[str, Any]
+    why: tuple[str, ...]
+
+
+def stale_entries(table: Table, everything: bool) -> list[Chosen]:
+    """The entries to measure again."""
     found = []
-    for entry in table.entries:
+    for number, entry in enumerate(table.entries):
         stale = staleness(table.kernel, entry["config"], entry.get("provenance", table.provenance))
         if stale or everything:
-            found.append((entry, tuple(each.reason for each in stale)))
+            found.append(Chosen(table, number, entry, tuple(each.reason for each in stale)))
     return found
 
 
@@ -79,53 +94,73 @@ def revalidate(
     config has become wrong or cannot run. Losses on other workloads are kept only by an entry that was not stale and
     keeps its config: against another compiler or source they compare nothing.
 
+    What cannot be measured is left as it is, with the reason: a file that is no sound table, an entry that no call
+    poses, recorded inputs, another GPU's.
+
     Raises:
-        UserError: a file is no sound table.
+        UserError: there is something to measure and no GPU (exit 3).
     """
-    by_kernel: dict[str, list[tuple[Table, list[tuple[Mapping[str, Any], tuple[str, ...]]]]]] = {}
+    by_kernel: dict[str, list[Chosen]] = {}
     for path in files:
-        table = tables.load_table(path)
-        if chosen := stale_entries(table, everything):
-            by_kernel.setdefault(table.kernel, []).append((table, chosen))
-    for kernel, work in by_kernel.items():
-        first = next((entry for _, chosen in work for entry, _ in chosen if _cannot_make(kernel, entry) is None), None)
-        if first is None:
-            for table, chosen in work:
-                yield from (_left(table, entry, why, _cannot_make(kernel, entry) or "") for entry, why in chosen)
-            continue
-        backend = make_backend(kernel, dict(first["workload"]))
         try:
-            session = new_session(backend, Options(Path(), command=command))
-            mine = [(table, chosen) for table, chosen in work if _is_here(table, backend)]
-            for table, chosen in work:
-                if not _is_here(table, backend):
-                    yield from (_left(table, entry, why, _elsewhere(table, backend)) for entry, why in chosen)
-            for _, chosen in mine:
-                for entry, _ in chosen:
-                    if _cannot_make(kernel, entry) is None:
-                        backend.prepare_finals(entry["workload"], _configs(backend, entry))
-            for table, chosen in mine:
-                for entry, why in chosen:
-                    reason = _cannot_make(kernel, entry)
-                    if reason is not None:
-                        yield _left(table, entry, why, reason)
-                        continue
-                    default, own = time_entry(backend, session.id, entry)
-                    decision = finalists.decide(default, [own] if own is not default else [])
-                    if decision is None:
-                        yield _left(table, entry, why, f"neither it nor the default runs: {own.reason}")
-                        continue
-                    renewed = winner_entry(kernel, entry["workload"], decision)
-                    same = finalists.same_config(renewed["config"], entry["config"])
-                    if same and not why:
-                        renewed["loss"] = dict(entry.get("loss", {}))
-                    tables.write_table(
-                        Path(table.path), tables.make_table(kernel, table.device, provenance(session), [renewed])
-                    )
-                    outcome = "kept" if same else "default" if own.outcome == "ok" else "broken"
-                    yield _renewed(table, entry, why, outcome, own.reason if outcome == "broken" else "", decision)
-        finally:
-            backend.close()
+            table = tables.load_table(path)
+        except UserError as error:
+            reason = str(error).removeprefix(f"{path}: ")
+            yield Renewed(str(path), "", None, {}, (), "left", reason, fault=True)
+            continue
+        if chosen := stale_entries(table, everything):
+            by_kernel.setdefault(table.kernel, []).extend(chosen)
+    for kernel, work in by_kernel.items():
+        yield from _renew(kernel, work, make_backend, command)
+
+
+def _renew(kernel: str, work: Sequence[Chosen], make_backend: MakeBackend, command: str) -> Iterator[Renewed]:
+    """What became of the chosen entries of one kernel, as each is done."""
+    posed = []
+    for each in work:
+        if reason := _cannot_make(kernel, each.entry):
+            yield _left(each, reason, fault=not _is_recorded(kernel, each.entry))
+        else:
+            posed.append(each)
+    if not posed:
+        return
+    backend = make_backend(kernel, dict(posed[0].entry["workload"]))
+    try:
+        session = new_session(backend, Options(Path(), command=command))
+        ready = []
+        for each in posed:
+            if not _is_here(each.table, backend):
+                yield _left(each, _elsewhere(each.table, backend))
+                continue
+            try:
+                backend.prepare_finals(each.entry["workload"], _configs(backend, each.entry))
+            except BAD_ENTRY as error:
+                yield _left(each, f"cannot be measured: {_said(error)}", fault=True)
+            else:
+                ready.append(each)
+        for each in ready:
+            yield _renew_one(backend, session, each)
+    finally:
+        backend.close()
+
+
+def _renew_one(backend: Backend, session: Session, each: Chosen) -> Renewed:
+    """Measure one entry and write it renewed; one that trips the measurement is left, and the others go on."""
+    table, entry = each.table, each.entry
+    try:
+        default, own = time_entry(backend, session.id, entry)
+    except BAD_ENTRY as error:
+        return _left(each, f"cannot be measured: {_said(error)}", fault=True)
+    decision = finalists.decide(default, [own] if own is not default else [])
+    if decision is None:
+        return _left(each, f"neither it nor the default runs: {own.reason}", fault=True)
+    renewed = winner_entry(table.kernel, entry["workload"], decision)
+    same = finalists.same_config(renewed["config"], entry["config"])
+    if same and not each.why:
+        renewed["loss"] = dict(entry.get("loss", {}))
+    tables.write_table(Path(table.path), tables.make_table(table.kernel, table.device, provenance(session), [renewed]))
+    outcome = "kept" if same else "default" if own.outcome == "ok" else "broken"
+    return _renewed(each, outcome, own.reason if outcome == "broken" else "", decision)
 
 
 def measure_entries(files: Sequence[Path], make_backend: MakeBackend) -> Iterator[Finding]:
@@ -164,10 +199,13 @@ def measure_entries(files: Sequence[Path], make_backend: MakeBackend) -> Iterato
                         text = format_workload(kernel, entry["workload"])
                         yield Finding(table.path, False, number, f"not measured: {reason}", text)
             for _, _, entry in sound:
-                backend.prepare_finals(entry["workload"], _configs(backend, entry))
+                with contextlib.suppress(*BAD_ENTRY):  # timing it says what is wrong
+                    backend.prepare_finals(entry["workload"], _configs(backend, entry))
             for table, number, entry in sound:
-                default, own = time_entry(backend, session.id, entry)
-                fault, what = _judge(default, own)
+                try:
+                    fault, what = _judge(*time_entry(backend, session.id, entry))
+                except BAD_ENTRY as error:
+                    fault, what = True, f"cannot be measured: {_said(error)}"
                 yield Finding(table.path, fault, number, what, format_workload(kernel, entry["workload"]))
         finally:
             backend.close()
@@ -197,7 +235,7 @@ def _configs(backend: Backend, entry: Mapping[str, Any]) -> list[dict[str, Any]]
         return [default]
     try:
         reason = backend.why_not(entry["workload"], own)
-    except (KeyError, TypeError, ValueError) as error:
+    except BAD_ENTRY as error:
         reason = str(error)
     return [default] if reason else [default, own]
 
@@ -228,10 +266,8 @@ def _elsewhere(table: Table, backend: Backend) -> str:
 
 def _cannot_make(kernel: str, entry: Mapping[str, Any]) -> str | None:
     """Why an entry's inputs cannot be made here: recorded in service, or such as no call ever has."""
-    name = KEYS[kernel].input
-    value = entry["workload"][name]
-    if split_recorded(str(value)) is not None:
-        return f"the inputs {value} are not here"
+    if _is_recorded(kernel, entry):
+        return f"the inputs {entry['workload'][KEYS[kernel].input]} are not here"
     try:
         complete = load_tunable(kernel).complete_workload(entry["workload"])
     except ValueError as error:
@@ -239,21 +275,25 @@ def _cannot_make(kernel: str, entry: Mapping[str, Any]) -> str | None:
     return None if complete == dict(entry["workload"]) else "workload: not as the kernel writes it"
 
 
-def _left(table: Table, entry: Mapping[str, Any], why: tuple[str, ...], reason: str) -> Renewed:
-    return Renewed(table.path, dict(entry["workload"]), why, "left", reason, _time(entry))
+def _is_recorded(kernel: str, entry: Mapping[str, Any]) -> bool:
+    return split_recorded(str(entry["workload"][KEYS[kernel].input])) is not None
 
 
-def _renewed(
-    table: Table,
-    entry: Mapping[str, Any],
-    why: tuple[str, ...],
-    outcome: str,
-    reason: str,
-    decision: finalists.Decision,
-) -> Renewed:
+def _said(error: Exception) -> str:
+    return f"no {error}" if isinstance(error, KeyError) else str(error)
+
+
+def _left(each: Chosen, reason: str, *, fault: bool = False) -> Renewed:
+    table, entry = each.table, each.entry
+    workload, before = dict(entry["workload"]), _time(entry)
+    return Renewed(table.path, table.kernel, each.number, workload, each.why, "left", reason, before, fault=fault)
+
+
+def _renewed(each: Chosen, outcome: str, reason: str, decision: finalists.Decision) -> Renewed:
     default = None if decision.default is None else decision.default.time_us
-    times = _time(entry), decision.winner.time_us, default, decision.gain
-    return Renewed(table.path, dict(entry["workload"]), why, outcome, reason, *times)
+    times = _time(each.entry), decision.winner.time_us, default, decision.gain
+    workload = dict(each.entry["workload"])
+    return Renewed(each.table.path, each.table.kernel, each.number, workload, each.why, outcome, reason, *times)
 
 
 def _time(entry: Mapping[str, Any]) -> float | None:

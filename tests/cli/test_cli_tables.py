@@ -176,8 +176,37 @@ def test_revalidate_needs_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    path = raw(tmp_path / NAME, entry(8))
+    path = raw(tmp_path / NAME, entry(8), provenance=FRESH | {"triton": "3.5.9"})
     assert "GPU 0 is not here" in command(capsys, "revalidate", str(path), code=3)
+
+
+def test_revalidate_with_nothing_to_measure_needs_no_gpu_and_names_what_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(capsys, "revalidate", str(raw(tmp_path / "fresh.json", entry(8)))).startswith("nothing is stale")
+    wrong = entry(8)
+    wrong["workload"] = {**wrong["workload"], "heads": 7, "h_kv": 2}
+    bad = raw(tmp_path / "bad.json", entry(8), wrong, provenance=FRESH | {"triton": "3.5.9"})
+    no_config, damaged = raw(tmp_path / "no-config.json", entry(8) | {"config": 5}), tmp_path / "damaged.json"
+    damaged.write_text("{")
+    only = raw(tmp_path / "only.json", wrong, provenance=FRESH | {"triton": "3.5.9"})
+    before = {path: path.read_bytes() for path in (bad, no_config, damaged, only)}
+    out = fails(capsys, "revalidate", str(damaged), str(only), str(no_config), str(tmp_path / "fresh.json"))
+    assert f"left      {damaged}: not valid JSON" in out
+    assert f"left      {no_config}: entries[0].config: " in out
+    assert f"left      {only} entries[0] (" in out
+    assert "heads=7: must be a multiple of h_kv (2)" in out
+    assert "3 left" in out
+    assert [each["fault"] for each in json.loads(fails(capsys, "revalidate", str(only), "--json"))] == [True]
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_file_named_twice_is_used_once(tmp_path: Path) -> None:
+    from kerneltune.cli.export import table_files
+
+    path = raw(tmp_path / "x" / NAME, entry(8))
+    (tmp_path / "link.json").symlink_to(path)
+    assert table_files([path, tmp_path / "x", tmp_path / "link.json", tmp_path / "x" / ".." / "x" / NAME]) == [path]
 
 
 def test_warmup_fills_tritons_cache_once(

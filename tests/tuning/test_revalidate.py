@@ -186,3 +186,32 @@ def test_nothing_but_entries_that_cannot_be_posed_needs_no_gpu(tmp_path: Path) -
 
     assert [each.outcome for each in revalidate([path], none)] == ["left"]
     assert ["not measured" in each.what for each in measure_entries([path], none)] == [True]
+
+
+def test_one_entry_that_trips_the_measurement_is_named_and_the_others_are_renewed(tmp_path: Path) -> None:
+    class Trips(ReplayBackend):
+        def finals(self, workload: Any, configs: Any) -> Any:
+            if workload["batch"] == tripped:
+                raise ValueError("no such layout")
+            return super().finals(workload, configs)
+
+    first, second = recorded("mla-decode")[:2]
+    tripped = first.workload["batch"]
+    assert second.workload["batch"] != tripped
+    unknown = entry(first, first.default_config, loss={})  # recorded nowhere: preparing it fails
+    unknown["workload"] = {**unknown["workload"], "batch": 3}
+    entries = [entry(first, first.default_config), unknown, entry(second, second.default_config)]
+    path = write(tmp_path / "t.json", "mla-decode", entries, STALE)
+    before = {e["workload"]["batch"]: e for e in tables.load_table(path).entries}
+    done = {each.workload["batch"]: each for each in revalidate([path], lambda *_: Trips(recorded("mla-decode"), None))}
+    assert (done[tripped].outcome, done[tripped].fault, done[tripped].number) == ("left", True, 0)
+    assert done[tripped].reason == "cannot be measured: no such layout"
+    assert (done[3].outcome, done[3].fault, done[3].number) == ("left", True, 1)
+    assert done[second.workload["batch"]].outcome == "kept"
+    after = {e["workload"]["batch"]: e for e in tables.load_table(path).entries}
+    assert after.keys() == before.keys()
+    for batch in (tripped, 3):
+        assert after[batch]["config"] == before[batch]["config"]
+        assert after[batch]["measured"] == before[batch]["measured"]
+    found = list(measure_entries([path], lambda *_: Trips(recorded("mla-decode"), None)))
+    assert sorted(each.fault for each in found) == [False, True, True]
