@@ -17,7 +17,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from kerneltune.kernels.device import Device
 
 LOCK_SECONDS = 60.0  # a merge takes milliseconds: whoever holds the lock for longer is stuck
-SAME_SOFTWARE = ("kernel_hash", "triton", "torch", "driver", "versions", "source")  # what makes measurements comparable
+# What makes measurements comparable.
+SAME_SOFTWARE = ("kernel_hash", "triton", "torch", "driver", "cuda", "versions", "source")
 
 
 def make_entry(
@@ -187,19 +188,50 @@ def write_table(path: Path, table: Mapping[str, Any]) -> None:
     A damaged file in its place is moved aside to `<name>.damaged`.
 
     Raises:
-        UserError: `path` holds another kernel's or device's table, or stays locked by another process.
+        UserError: `path` holds another kernel's or device's table, or stays locked by another process, or what is
+            there and this together are too large to be read.
         OSError: the folder cannot be written.
+    """
+    _checked(table)
+    with locked(path):
+        replace_file(path, encode(merge_tables(_present(path), table, path), path))
+    launch_tables.forget()
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Whoever changes the table at `path` holds this from reading it to writing it; its folder is made.
+
+    Raises:
+        UserError: another process holds it for too long.
     """
     from filelock import FileLock, Timeout
 
-    parse_table(_encode(table))  # nothing is written that a launch would refuse
     path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(FileLock(path.parent / f".{path.name}.lock", timeout=LOCK_SECONDS))
+        except Timeout:
+            raise UserError(f"{path} has been locked by another process for {LOCK_SECONDS:.0f} s") from None
+        yield
+
+
+def encode(table: Mapping[str, Any], path: Path) -> bytes:
+    """The bytes of a table that is to be written at `path`: nothing is written that a launch would refuse.
+
+    Raises:
+        UserError: a launch would, as it does a file that is too large.
+    """
     try:
-        with FileLock(path.parent / f".{path.name}.lock", timeout=LOCK_SECONDS):
-            replace_file(path, _encode(_merge(_present(path), table, path)))
-    except Timeout:
-        raise UserError(f"{path} has been locked by another process for {LOCK_SECONDS:.0f} s") from None
-    launch_tables.forget()
+        return _checked(table)
+    except TableError as error:
+        raise UserError(f"{path}: not written, no launch would read the result ({error}); use several files") from None
+
+
+def _checked(table: Mapping[str, Any]) -> bytes:
+    data = _encode(table)
+    parse_table(data)
+    return data
 
 
 def load_table(path: str | os.PathLike[str]) -> Table:
@@ -378,7 +410,12 @@ def _present(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def _merge(old: dict[str, Any] | None, new: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def merge_tables(old: Mapping[str, Any] | None, new: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """What `path` holds when `new` is merged into what it held: entries of `new` take the place of their workloads'.
+
+    Raises:
+        UserError: they are of different kernels or devices.
+    """
     if old is None:
         old = dict(new, entries=[])
     if old["kernel"] != new["kernel"]:
@@ -394,15 +431,17 @@ def _merge(old: dict[str, Any] | None, new: Mapping[str, Any], path: Path) -> di
             own = entry.get("provenance", table["provenance"])
             entry = {name: value for name, value in entry.items() if name != "provenance"}
             entry["workload"] = {name: entry["workload"][name] for name in keys.all}  # canonical order
-            dates = [entry_date(entry, each) for each in (own, new["provenance"])]  # equal if it states its own
-            if _software(own) != _software(new["provenance"]) or dates[0] != dates[1]:
+            if origin(entry, own) != origin(entry, new["provenance"]):
                 entry["provenance"] = own
             merged[tuple(entry["workload"].values())] = entry
     return make_table(new["kernel"], new["device"], new["provenance"], [merged[key] for key in sorted(merged)])
 
 
-def _software(provenance: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(provenance.get(name) for name in SAME_SOFTWARE)
+def origin(entry: Mapping[str, Any], provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """What a provenance says of an entry and every write keeps: the software, and the date if it states none itself."""
+    date = entry_date(entry, provenance)
+    software = {name: provenance[name] for name in SAME_SOFTWARE if name in provenance}
+    return software | {"date": str(provenance.get("date")) if date is None else date.isoformat()}
 
 
 def _encode(table: Mapping[str, Any]) -> bytes:

@@ -35,6 +35,6 @@ def diff(
         for each in found:
             place = format_workload(each.kernel, each.workload) if each.workload else each.kernel
             print(f"{each.kind:9} {place}: {each.what}")
-        print(f"{len(found)} differences" if found else "no difference")
+        print(f"{len(found)} difference{'' if len(found) == 1 else 's'}" if found else "no difference")
     if found:
         raise typer.Exit(CHECK_FAILED)

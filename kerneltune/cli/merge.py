@@ -34,39 +34,17 @@ def merge(
 
     if prefer not in table_diff.PREFER:
         raise UserError(f"--prefer {prefer!r}: expected {', '.join(table_diff.PREFER)}")
+    if to.suffix != ".json" and to.exists() and not to.is_dir():
+        raise UserError(f"--to {to}: a file there that does not end in .json; name a folder, or a file that does")
     loaded = [tables.load_table(path) for path in table_files(list(sources))]
     if not any(table.entries for table in loaded):
         raise UserError("nothing to merge: the tables have no entries")
-    groups: dict[Path, list[tables.Table]] = {}
-    for table in loaded:
-        dtypes = sorted({entry["workload"]["dtype"] for entry in table.entries})
-        names = [tables.table_file_name(table.kernel, dtype, table.device["name"]) for dtype in dtypes]
-        for path in [to] if to.suffix == ".json" else [to / name for name in names]:
-            groups.setdefault(path, []).append(table)
-    written: dict[str, int] = {}
-    conflicts: list[table_diff.Conflict] = []
-    plans = []
-    for path, mine in groups.items():
-        present = [tables.load_table(path)] if path.exists() else []
-        entries, found = table_diff.merged([*present, *mine], prefer)
-        plans.append((path, entries))
-        conflicts += found
-    for path, entries in plans:
-        for table in {id(table): table for table, _ in entries}.values():
-            kept = [entry for origin, entry in entries if origin is table]
-            if to.suffix != ".json":  # a file for each dtype
-                dtypes = [entry["workload"]["dtype"] for entry in kept]
-                names = [tables.table_file_name(table.kernel, dtype, table.device["name"]) for dtype in dtypes]
-                kept = [entry for entry, of_file in zip(kept, names, strict=True) if of_file == path.name]
-            if kept:
-                tables.write_table(path, tables.make_table(table.kernel, table.device, table.provenance, kept))
-        written[str(path)] = len(tables.load_table(path).entries)
+    written, conflicts = table_diff.merge_into(to, loaded, prefer)
     if as_json:
-        print(json.dumps({"files": written, "conflicts": [asdict(conflict) for conflict in conflicts]}))
+        files = {str(path): count for path, count in written.items()}
+        print(json.dumps({"files": files, "conflicts": [asdict(conflict) for conflict in conflicts]}))
         return
-    for conflict in conflicts:
-        print(
-            f"conflict  {format_workload(loaded[0].kernel, conflict.workload)}: {conflict.taken}, not {conflict.left}"
-        )
-    for file, count in written.items():
-        print(f"{file}  {count} entr{'y' if count == 1 else 'ies'}")
+    for each in conflicts:
+        print(f"conflict  {format_workload(each.kernel, each.workload)}: {each.taken}, not {each.left}")
+    for path, count in written.items():
+        print(f"{path}  {count} entr{'y' if count == 1 else 'ies'}")
