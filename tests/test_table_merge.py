@@ -154,7 +154,8 @@ def test_what_another_process_writes_during_a_merge_is_judged_too(tmp_path: Path
     merging = threading.Thread(target=merge, args=(to, slow), kwargs={"prefer": "fastest"})
     with tables.locked(to):
         merging.start()
-        time.sleep(0.5)  # it has come to the lock, and must not have read the table yet
+        time.sleep(0.5)  # it has come to the lock, and must have neither read nor written the table yet
+        assert facts(tables.load_table(to))[1][1]["time_us"] == 5.0
         write(to, entry(1, 1.0), entry(2))
     merging.join(timeout=30)
     assert {batch: fact[1]["time_us"] for batch, fact in facts(tables.load_table(to)).items()} == {1: 1.0, 2: 9.0}
