@@ -208,9 +208,10 @@ def locked(path: Path) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     path.parent.mkdir(parents=True, exist_ok=True)
+    real = path.resolve()  # by whatever links it is named, one file has one lock
     with contextlib.ExitStack() as held:
         try:
-            held.enter_context(FileLock(path.parent / f".{path.name}.lock", timeout=LOCK_SECONDS))
+            held.enter_context(FileLock(real.parent / f".{real.name}.lock", timeout=LOCK_SECONDS))
         except Timeout:
             raise UserError(f"{path} has been locked by another process for {LOCK_SECONDS:.0f} s") from None
         yield
@@ -454,7 +455,8 @@ def _encode(table: Mapping[str, Any]) -> bytes:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Put `data` at `path`, whole or not at all, also when the machine stops."""
+    """Put `data` at `path`, whole or not at all, also when the machine stops; a link stays, its file is replaced."""
+    path = path.resolve()
     for left in path.parent.glob(f".{path.name}.*.tmp"):  # of writers that were killed: the lock is ours
         left.unlink(missing_ok=True)
     if path.exists() and path.read_bytes() == data:

@@ -197,3 +197,15 @@ def test_into_a_folder_each_dtype_is_told_once_and_under_its_kernel(tmp_path: Pa
     assert sorted(each.workload["dtype"] for each in conflicts) == ["bf16", "fp16"]
     assert {each.kernel for each in conflicts} == {"mla-decode"}
     assert len(list((tmp_path / "out").glob("*.json"))) == 2
+
+
+def test_through_a_link_the_file_behind_it_is_written_under_its_one_lock(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    write(tmp_path / "real" / "t.json", entry(1))
+    link = tmp_path / "link.json"
+    link.symlink_to(tmp_path / "real" / "t.json")
+    tables.write_table(link, tables.as_dict(write(tmp_path / "a.json", entry(2))))
+    merge(link, write(tmp_path / "b.json", entry(3)))
+    assert link.is_symlink()
+    assert facts(tables.load_table(tmp_path / "real" / "t.json")).keys() == {1, 2, 3}
+    assert [path.name for path in tmp_path.rglob("*.lock")] == [".t.json.lock"]
