@@ -156,7 +156,7 @@ def test_6_another_compiler_follows_the_policy_and_one_command_renews(
     from kerneltune.tuning.revalidate import stale_entries
 
     (only,) = stale_entries(tables.load_table(path), everything=False)
-    assert only[0]["workload"]["tokens"] == 8
+    assert only.entry["workload"]["tokens"] == 8
 
 
 # -- 7: another source -------------------------------------------------------------------------------------------------
