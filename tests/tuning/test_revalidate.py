@@ -190,10 +190,10 @@ def test_nothing_but_entries_that_cannot_be_posed_needs_no_gpu(tmp_path: Path) -
 
 def test_one_entry_that_trips_the_measurement_is_named_and_the_others_are_renewed(tmp_path: Path) -> None:
     class Trips(ReplayBackend):
-        def finals(self, workload: Any, configs: Any) -> Any:
+        def finals(self, workload: Any, configs: Any, *more: Any, **named: Any) -> list[dict[str, Any]]:
             if workload["batch"] == tripped:
                 raise ValueError("no such layout")
-            return super().finals(workload, configs)
+            return super().finals(workload, configs, *more, **named)
 
     first, second = recorded("mla-decode")[:2]
     tripped = first.workload["batch"]
